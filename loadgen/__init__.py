@@ -1,0 +1,1 @@
+"""Load for the HTTP endpoint: arrivals, length distributions, reports."""

@@ -1,0 +1,1 @@
+"""The Headrace services, one package each; `python -m services.<stage>` starts one."""

@@ -1,0 +1,39 @@
+"""NATS as Headrace uses it: connect, pull work, append to and follow request logs, announce and see statuses."""
+
+from shared.bus.bus import Bus, new_worker_id
+from shared.bus.errors import (
+    AppendRefused,
+    BusError,
+    DuplicateWork,
+    LogExists,
+    PublishFailed,
+    QueueFull,
+    RequestUnknown,
+    ServerMissing,
+    ServerUnusable,
+)
+from shared.bus.follow import LogReader
+from shared.bus.log import LogEntry, LogState, RequestLog
+from shared.bus.work import ACK_WAIT_S, RENEW_S, Delivery, WorkQueue
+
+__all__ = [
+    "ACK_WAIT_S",
+    "RENEW_S",
+    "AppendRefused",
+    "Bus",
+    "BusError",
+    "Delivery",
+    "DuplicateWork",
+    "LogEntry",
+    "LogExists",
+    "LogReader",
+    "LogState",
+    "PublishFailed",
+    "QueueFull",
+    "RequestLog",
+    "RequestUnknown",
+    "ServerMissing",
+    "ServerUnusable",
+    "WorkQueue",
+    "new_worker_id",
+]

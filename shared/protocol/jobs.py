@@ -1,0 +1,83 @@
+"""Work messages: what the gateway hands to prefill and prefill hands to decode. MessagePack, internal."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from shared.protocol.blocks import Manifest
+from shared.protocol.records import Api
+from shared.protocol.subjects import Priority
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How to choose tokens. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 switch the filters off.
+
+    `stop_token_ids` are beside the model's own end-of-sequence ids, which `ignore_eos` switches off.
+    """
+
+    max_tokens: int
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An accepted request. `log_seq` is the stream sequence of its `Accepted` record.
+
+    `queue_deadline_unix_s` bounds the wait for the first worker, `deadline_unix_s` the whole request.
+    `salt` separates the KV blocks of tenants.
+    """
+
+    request_id: str
+    tenant: str
+    model: str
+    api: Api
+    priority: Priority
+    prompt_ids: list[int]
+    params: SamplingParams
+    created_unix_s: float
+    queue_deadline_unix_s: float
+    deadline_unix_s: float
+    log_seq: int
+    salt: str = ""
+    speculation: Literal["auto", "off"] = "auto"
+    v: int = 1
+
+
+class DecodeJob(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A prefilled request: its KV blocks and the tokens that its log held at hand-over (`log_seq`, `epoch`)."""
+
+    request: GenerationRequest
+    manifest: Manifest
+    output_ids: list[int]
+    epoch: int
+    log_seq: int
+    published_unix_s: float
+    cached_tokens: int = 0
+    v: int = 1
+
+
+_encoder = msgspec.msgpack.Encoder()
+_request_decoder = msgspec.msgpack.Decoder(GenerationRequest)
+_job_decoder = msgspec.msgpack.Decoder(DecodeJob)
+
+
+def encode_work(message: GenerationRequest | DecodeJob) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_request(data: bytes) -> GenerationRequest:
+    """Raises msgspec.ValidationError or msgspec.DecodeError."""
+    return _request_decoder.decode(data)
+
+
+def decode_job(data: bytes) -> DecodeJob:
+    """Raises msgspec.ValidationError or msgspec.DecodeError."""
+    return _job_decoder.decode(data)

@@ -1,0 +1,99 @@
+"""The records of a request's log: the only truth about what happened to a request.
+
+A log is the subject `hr.tok.<tenant>.<request>`; records are JSON, so that `nats sub 'hr.live.>'` reads well. A log
+holds one `Accepted`, any number of `Claimed` and `Tokens`, and ends with exactly one `Ended`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "error"]
+Api = Literal["chat", "completion"]
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An error in OpenAI's shape. `code` is stable and may be matched on; `message` is for people."""
+
+    message: str
+    type: str = "server_error"
+    code: str | None = None
+    param: str | None = None
+
+
+class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Token counts of one request. `drafted_tokens` counts verified proposals, accepted or not."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+class Accepted(msgspec.Struct, frozen=True, tag_field="type", tag="accepted", omit_defaults=True):
+    """First record, written by the gateway before the request is queued."""
+
+    request_id: str
+    tenant: str
+    model: str
+    api: Api
+    created_unix_s: float
+    deadline_unix_s: float
+    prompt_tokens: int
+    seed: int
+    priority: str = "normal"
+    gateway: str = ""
+    include_usage: bool = False
+    v: int = 1
+
+
+class Claimed(msgspec.Struct, frozen=True, tag_field="type", tag="claim", omit_defaults=True):
+    """A worker takes the request over. `epoch` grows by one with each claim; later appends carry it."""
+
+    epoch: int
+    stage: Literal["prefill", "decode"]
+    worker: str
+    at_unix_s: float
+    v: int = 1
+
+
+class Tokens(msgspec.Struct, frozen=True, tag_field="type", tag="tokens", omit_defaults=True):
+    """Tokens `index .. index+len(ids)-1` of the output. `text` is what these ids add to the visible text.
+
+    Text that may still grow into a stop string or a whole character is held back and comes with a later record.
+    """
+
+    epoch: int
+    index: int
+    ids: list[int]
+    text: str
+    v: int = 1
+
+
+class Ended(msgspec.Struct, frozen=True, tag_field="type", tag="end", omit_defaults=True):
+    """The terminal record. After it the log never changes."""
+
+    epoch: int
+    reason: FinishReason
+    usage: Usage
+    error: ErrorInfo | None = None
+    by: str = ""
+    v: int = 1
+
+
+Record = Accepted | Claimed | Tokens | Ended
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Record)
+
+
+def encode_record(record: Record) -> bytes:
+    return _encoder.encode(record)
+
+
+def decode_record(data: bytes) -> Record:
+    """Raises msgspec.ValidationError (names the field) or msgspec.DecodeError."""
+    return _decoder.decode(data)

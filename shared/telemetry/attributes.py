@@ -1,0 +1,57 @@
+"""Names of span attributes, in one place.
+
+`gen_ai.*`, `error.*` and `server.*` follow the OpenTelemetry semantic conventions; `headrace.*` is ours. There is no
+name for prompt or completion text on purpose: content never enters a span.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"
+"""`chat` or `text_completion`."""
+GEN_AI_PROVIDER_NAME: Final = "gen_ai.provider.name"
+GEN_AI_REQUEST_MODEL: Final = "gen_ai.request.model"
+GEN_AI_REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
+GEN_AI_REQUEST_SEED: Final = "gen_ai.request.seed"
+GEN_AI_REQUEST_STREAM: Final = "gen_ai.request.stream"
+GEN_AI_REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
+GEN_AI_REQUEST_TOP_K: Final = "gen_ai.request.top_k"
+GEN_AI_REQUEST_TOP_P: Final = "gen_ai.request.top_p"
+GEN_AI_RESPONSE_ID: Final = "gen_ai.response.id"
+GEN_AI_RESPONSE_MODEL: Final = "gen_ai.response.model"
+GEN_AI_RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+"""A list, by the convention; ours holds one reason."""
+GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"
+"""Seconds."""
+GEN_AI_USAGE_INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+GEN_AI_USAGE_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+GEN_AI_USAGE_CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
+ERROR_TYPE: Final = "error.type"
+"""A stable code, never a message."""
+SERVER_ADDRESS: Final = "server.address"
+SERVER_PORT: Final = "server.port"
+
+REQUEST_ID: Final = "headrace.request_id"
+TENANT: Final = "headrace.tenant"
+PRIORITY: Final = "headrace.priority"
+STAGE: Final = "headrace.stage"
+INSTANCE: Final = "headrace.instance"
+WORKER: Final = "headrace.worker"
+EPOCH: Final = "headrace.epoch"
+DELIVERY: Final = "headrace.delivery"
+"""How often the queue has delivered this work, counted from 1."""
+QUEUE_WAIT_S: Final = "headrace.queue.wait_s"
+CHUNK_INDEX: Final = "headrace.prefill.chunk"
+CHUNK_TOKENS: Final = "headrace.prefill.chunk_tokens"
+STEPS: Final = "headrace.decode.steps"
+RESUMED_TOKENS: Final = "headrace.decode.resumed_tokens"
+"""Output tokens that the log already held when this worker took over."""
+DRAFTED_TOKENS: Final = "headrace.spec.drafted_tokens"
+ACCEPTED_TOKENS: Final = "headrace.spec.accepted_tokens"
+PROPOSER: Final = "headrace.spec.proposer"
+BLOCKS: Final = "headrace.kv.blocks"
+BLOCK_HITS: Final = "headrace.kv.block_hits"
+BLOCK_BYTES: Final = "headrace.kv.bytes"
+HOP: Final = "headrace.kv.hop"
+TRANSPORT: Final = "headrace.kv.transport"
