@@ -44,5 +44,3 @@ class EngineSettings(CommonSettings):
     threads: int = Field(1, ge=1, description="Compute threads of this process; more than one core each is 10x slower")
     block_tokens: int = Field(32, ge=8, le=256, description="Tokens in a KV block; the same in every worker")
     kv_memory_gib: float = Field(1.0, gt=0, description="Memory of this worker's KV cache in GiB")
-    max_batch_tokens: int = Field(256, ge=16, description="Tokens of one forward: decode rows and prefill chunks")
-    max_running: int = Field(16, ge=1, description="Sequences that run at once")

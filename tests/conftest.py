@@ -27,13 +27,13 @@ def wait_for_port(port: int, process: subprocess.Popen[bytes], timeout_s: float 
     give_up = time.monotonic() + timeout_s
     while time.monotonic() < give_up:
         if process.poll() is not None:
-            raise RuntimeError(f"{process.args} ended with {process.returncode}")
+            raise RuntimeError(f"{process.args!r} ended with {process.returncode}")
         with socket.socket() as probe:
             probe.settimeout(0.5)
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
         time.sleep(0.02)
-    raise RuntimeError(f"{process.args} does not listen on {port}")
+    raise RuntimeError(f"{process.args!r} does not listen on {port}")
 
 
 class NatsServer:

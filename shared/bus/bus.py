@@ -44,6 +44,7 @@ from shared.protocol.subjects import (
     PRIORITIES,
     Priority,
     Stage,
+    dead_subject,
     job_filter,
     job_subject,
     request_filter,
@@ -235,6 +236,14 @@ class Bus:
         if failure.get("err_code") in _STREAM_FULL:
             raise QueueFull(f"{stream.name} is full: {failure.get('description')}")
         raise PublishFailed(f"{subject}: {failure.get('description')}")
+
+    async def bury(self, stage: Stage, request: GenerationRequest, cause: str) -> None:
+        """Keep work that was given up in the dead-letter stream, with its cause in the headers."""
+        subject = dead_subject(stage, request.tenant, request.request_id)
+        try:
+            await self.js.publish(subject, encode_work(request), headers={"Headrace-Cause": cause})
+        except (nats.errors.Error, APIError, TimeoutError) as error:
+            log.error("dead_letter_lost", request_id=request.request_id, cause=cause, error=str(error))
 
     def request_queue(self, model: str) -> WorkQueue:
         """Where prefill workers of this model pull."""

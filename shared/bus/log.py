@@ -44,6 +44,7 @@ class LogState:
     accepted: Accepted | None = None
     epoch: int = 0
     claims: list[Claimed] = field(default_factory=list)
+    claims_since_tokens: int = 0
     output_ids: list[int] = field(default_factory=list)
     text_chars: int = 0
     ended: Ended | None = None
@@ -64,12 +65,14 @@ class LogState:
             case Claimed() as claim:
                 self.epoch = claim.epoch
                 self.claims.append(claim)
+                self.claims_since_tokens += 1
             case Tokens() as tokens:
                 if tokens.index != len(self.output_ids):
                     raise ValueError(
                         f"log entry {entry.seq} starts at token {tokens.index}, expected {len(self.output_ids)}"
                     )
                 self.output_ids.extend(tokens.ids)
+                self.claims_since_tokens = 0
                 self.text_chars += len(tokens.text)
             case Ended() as ended:
                 self.ended = ended

@@ -47,6 +47,8 @@ class Accepted(msgspec.Struct, frozen=True, tag_field="type", tag="accepted", om
     priority: str = "normal"
     gateway: str = ""
     include_usage: bool = False
+    body_digest: str = ""
+    """Set for a request with an idempotency key: what a retry must ask for to join this run."""
     v: int = 1
 
 

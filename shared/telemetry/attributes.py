@@ -1,6 +1,6 @@
 """Names of span attributes, in one place.
 
-`gen_ai.*`, `error.*` and `server.*` follow the OpenTelemetry semantic conventions; `headrace.*` is ours. There is no
+`gen_ai.*` and `error.*` follow the OpenTelemetry semantic conventions; `headrace.*` is ours. There is no
 name for prompt or completion text on purpose: content never enters a span.
 """
 
@@ -29,8 +29,6 @@ GEN_AI_USAGE_OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
 GEN_AI_USAGE_CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
 ERROR_TYPE: Final = "error.type"
 """A stable code, never a message."""
-SERVER_ADDRESS: Final = "server.address"
-SERVER_PORT: Final = "server.port"
 
 REQUEST_ID: Final = "headrace.request_id"
 TENANT: Final = "headrace.tenant"

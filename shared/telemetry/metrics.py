@@ -88,9 +88,6 @@ class ProcessMetrics:
         self.num_running = Gauge(
             "headrace_num_requests_running", "Requests in work at this instance", ["stage"], registry=registry
         ).labels(stage)
-        self.errors = Counter(
-            "headrace_errors", "Faults that were survived, by kind", ["stage", "kind"], registry=registry
-        )
 
 
 class KVTransferMetrics:
@@ -131,9 +128,6 @@ class QueueMetrics:
             buckets=QUEUE_BUCKETS_S,
             registry=registry,
         ).labels(stage)
-        self.num_waiting = Gauge(
-            "headrace_num_requests_waiting", "Requests that wait in the stage's queue", ["stage"], registry=registry
-        ).labels(stage)
         self.claims = Counter(
             "headrace_request_claims", "Requests that this instance took over", ["stage"], registry=registry
         ).labels(stage)
@@ -151,7 +145,11 @@ class QueueMetrics:
 class EngineMetrics:
     """The engine's steps and its block pool."""
 
-    def __init__(self, stage: str, registry: CollectorRegistry) -> None:
+    def __init__(self, stage: str, registry: CollectorRegistry, process: ProcessMetrics) -> None:
+        self.num_running = process.num_running
+        self.num_waiting = Gauge(
+            "headrace_num_requests_waiting", "Requests that wait in the engine for blocks", ["stage"], registry=registry
+        ).labels(stage)
         self.step_seconds = Histogram(
             "headrace_engine_step_seconds",
             "Seconds of one forward over the batch",
@@ -168,9 +166,6 @@ class EngineMetrics:
         ).labels(stage)
         self.kv_cache_usage = Gauge(
             "headrace_kv_cache_usage_perc", "Used part of the KV cache, 0 to 1", ["stage"], registry=registry
-        ).labels(stage)
-        self.preemptions = Counter(
-            "headrace_num_preemptions", "Sequences sent back to wait for blocks", ["stage"], registry=registry
         ).labels(stage)
         self.prompt_tokens_computed = Counter(
             "headrace_prompt_tokens_computed", "Prompt tokens that ran through the model", ["stage"], registry=registry
@@ -192,12 +187,6 @@ class SpeculationMetrics:
         )
         self.accepted_tokens = Counter(
             "headrace_spec_decode_num_accepted_tokens", "Drafted tokens that were kept", ["proposer"], registry=registry
-        )
-        self.stale_proposals = Counter(
-            "headrace_spec_decode_stale_proposals",
-            "Proposals that came too late to use",
-            ["proposer"],
-            registry=registry,
         )
 
     def observe(self, proposer: str, drafted: int, accepted: int) -> None:
@@ -247,14 +236,13 @@ class GatewayMetrics:
             registry=registry,
         )
         self.disconnects = Counter("headrace_client_disconnects", "Clients that left before the end", registry=registry)
-        self.log_gaps = Counter("headrace_log_gaps", "Gaps in a followed log that were filled", registry=registry)
 
 
 class PrefillMetrics:
     def __init__(self, instance: str, registry: CollectorRegistry = REGISTRY) -> None:
         self.process = ProcessMetrics("prefill", instance, registry)
         self.queue = QueueMetrics("prefill", registry)
-        self.engine = EngineMetrics("prefill", registry)
+        self.engine = EngineMetrics("prefill", registry, self.process)
         self.kv = KVTransferMetrics(registry)
         self.prefill_time = Histogram(
             "headrace_request_prefill_time_seconds",
@@ -268,7 +256,7 @@ class DecodeMetrics:
     def __init__(self, instance: str, registry: CollectorRegistry = REGISTRY) -> None:
         self.process = ProcessMetrics("decode", instance, registry)
         self.queue = QueueMetrics("decode", registry)
-        self.engine = EngineMetrics("decode", registry)
+        self.engine = EngineMetrics("decode", registry, self.process)
         self.kv = KVTransferMetrics(registry)
         self.speculation = SpeculationMetrics(registry)
         self.decode_time = Histogram(
@@ -288,6 +276,7 @@ class DecodeMetrics:
 class DraftMetrics:
     def __init__(self, instance: str, registry: CollectorRegistry = REGISTRY) -> None:
         self.process = ProcessMetrics("draft", instance, registry)
+        self.engine = EngineMetrics("draft", registry, self.process)
         self.contexts = Counter("headrace_draft_contexts", "Contexts received", registry=registry)
         self.contexts_dropped = Counter(
             "headrace_draft_contexts_dropped", "Contexts overtaken by newer ones before work began", registry=registry

@@ -1,17 +1,17 @@
-"""A collector for tests: receives real OTLP over HTTP or gRPC and keeps the spans, so that a test can look at the tree."""
+"""A collector for tests: receives real OTLP over HTTP or gRPC and keeps the spans, for a look at the tree."""
 
 from __future__ import annotations
 
 import gzip
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import grpc
+import grpc  # type: ignore[import-untyped]  # no stubs are published with it
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service_pb
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as service_grpc
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
@@ -43,6 +43,7 @@ class OtlpReceiver:
     def __init__(self, endpoint: str, protocol: str) -> None:
         self.endpoint = endpoint
         self.protocol = protocol
+        self.requests = 0
         self._changed = threading.Condition()
         self._spans: list[ReceivedSpan] = []
 
@@ -80,17 +81,17 @@ class OtlpReceiver:
         return sorted((span for span in self.spans if span.trace_id == trace_id), key=lambda span: span.start_ns)
 
 
-def children(spans: Iterable[ReceivedSpan], parent: ReceivedSpan) -> list[ReceivedSpan]:
+def children(spans: Sequence[ReceivedSpan], parent: ReceivedSpan) -> list[ReceivedSpan]:
     return [span for span in spans if span.parent_id == parent.span_id]
 
 
-def orphans(spans: Iterable[ReceivedSpan]) -> list[ReceivedSpan]:
+def orphans(spans: Sequence[ReceivedSpan]) -> list[ReceivedSpan]:
     """Spans whose parent is named but did not come: a broken tree."""
-    known = {span.span_id for span in (spans := list(spans))}
+    known = {span.span_id for span in spans}
     return [span for span in spans if span.parent_id and span.parent_id not in known]
 
 
-def render_tree(spans: Iterable[ReceivedSpan]) -> str:
+def render_tree(spans: Sequence[ReceivedSpan]) -> str:
     """The tree as indented text, siblings by start time, for assertions that fail readably."""
     spans = sorted(spans, key=lambda span: span.start_ns)
     known = {span.span_id for span in spans}
@@ -105,8 +106,8 @@ def render_tree(spans: Iterable[ReceivedSpan]) -> str:
 
 
 @contextmanager
-def otlp_http_receiver() -> Iterator[OtlpReceiver]:
-    """Receives on a free loopback port until the block ends."""
+def otlp_http_receiver(status: int = 200) -> Iterator[OtlpReceiver]:
+    """Receives on a free loopback port until the block ends. Another `status` refuses every batch with it."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -115,11 +116,12 @@ def otlp_http_receiver() -> Iterator[OtlpReceiver]:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             if self.headers.get("Content-Encoding") == "gzip":
                 body = gzip.decompress(body)
-            known = self.path == "/v1/traces"
-            if known:
+            answer_status = status if self.path == "/v1/traces" else 404
+            receiver.requests += 1
+            if answer_status == 200:
                 receiver.receive(service_pb.ExportTraceServiceRequest.FromString(body))
             answer = service_pb.ExportTraceServiceResponse().SerializeToString()
-            self.send_response(200 if known else 404)
+            self.send_response(answer_status)
             self.send_header("Content-Type", "application/x-protobuf")
             self.send_header("Content-Length", str(len(answer)))
             self.end_headers()
@@ -147,11 +149,12 @@ def otlp_grpc_receiver() -> Iterator[OtlpReceiver]:
 
     class Servicer(service_grpc.TraceServiceServicer):
         def Export(self, request: service_pb.ExportTraceServiceRequest, context: Any) -> Any:
+            receiver.requests += 1
             receiver.receive(request)
             return service_pb.ExportTraceServiceResponse()
 
     server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
-    service_grpc.add_TraceServiceServicer_to_server(Servicer(), server)
+    service_grpc.add_TraceServiceServicer_to_server(Servicer(), server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     receiver = OtlpReceiver(f"http://127.0.0.1:{port}", "grpc")
     server.start()

@@ -1,0 +1,99 @@
+"""What a stack consists of, as a value: which instances of which stage, which servers, on which ports."""
+
+from __future__ import annotations
+
+import re
+from typing import Final, Literal
+
+import msgspec
+
+from services.cli.errors import UnknownTarget
+from services.cli.settings import MAX_INSTANCES
+from shared.protocol.subjects import STAGES, Stage
+
+Server = Literal["nats", "valkey"]
+
+SERVERS: Final[tuple[Server, ...]] = ("nats", "valkey")
+START_ORDER: Final[tuple[Stage, ...]] = ("kvstore", "prefill", "decode", "draft", "gateway")
+
+_TARGET = re.compile(r"([a-z]+)(?:[#-](\d{1,3}))?")
+_SCALE = re.compile(r"([a-z]+)=(\d{1,4})")
+
+
+class StackSpec(msgspec.Struct, frozen=True):
+    """Kept in the state directory while a stack is up, so that later commands see what `up` saw.
+
+    `stack_id` marks every process of this run. An empty `servers` means that NATS and Redis are run by somebody else.
+    """
+
+    stack_id: str
+    model: str
+    nats_url: str
+    redis_url: str
+    servers: tuple[Server, ...]
+    nats_port: int
+    redis_port: int
+    gateway_port: int
+    counts: dict[Stage, int]
+    draft_model: str = ""
+    v: int = 1
+
+    def instances(self, stage: Stage) -> list[str]:
+        return [f"{stage}-{n}" for n in range(self.counts.get(stage, 0))]
+
+    def all_instances(self) -> list[str]:
+        return [name for stage in START_ORDER for name in self.instances(stage)]
+
+    def programs(self) -> list[str]:
+        """Every supervised process by name, servers first."""
+        return [*self.servers, *self.all_instances()]
+
+    def scaled(self, stage: Stage, count: int) -> StackSpec:
+        return msgspec.structs.replace(self, counts={**self.counts, stage: count})
+
+    def gateway_url(self, number: int = 0) -> str:
+        return f"http://127.0.0.1:{self.gateway_port + number}"
+
+
+def parse_stage(name: str) -> Stage:
+    """Raises UnknownTarget, which lists the stages."""
+    for stage in STAGES:
+        if stage == name:
+            return stage
+    raise UnknownTarget(f"no stage {name!r}; stages are {', '.join(STAGES)}")
+
+
+def parse_scale(text: str) -> tuple[Stage, int]:
+    """`decode=2` as (stage, count). Raises UnknownTarget."""
+    match = _SCALE.fullmatch(text)
+    if match is None:
+        raise UnknownTarget(f"{text!r} is not STAGE=N, for example decode=2")
+    count = int(match.group(2))
+    if count > MAX_INSTANCES:
+        raise UnknownTarget(f"{text!r}: at most {MAX_INSTANCES} instances of a stage")
+    return parse_stage(match.group(1)), count
+
+
+def select(spec: StackSpec, target: str) -> list[str]:
+    """The programs that `decode` (all of the stage), `decode#1`, `decode-1`, `nats` or `valkey` name.
+
+    Raises UnknownTarget when there is none.
+    """
+    match = _TARGET.fullmatch(target)
+    name = match.group(1) if match else target
+    if name in SERVERS and match and match.group(2) is None:
+        if name not in spec.servers:
+            raise UnknownTarget(f"{name} is not run by this stack (an external server is configured)")
+        return [name]
+    if name not in STAGES:
+        raise UnknownTarget(f"no stage or server {target!r}; there are {', '.join((*STAGES, *spec.servers))}")
+    present = spec.instances(parse_stage(name))
+    wanted = present if match is None or match.group(2) is None else [f"{name}-{int(match.group(2))}"]
+    if not wanted or not set(wanted) <= set(present):
+        raise UnknownTarget(f"no instance {target!r}; running are {', '.join(present) or 'none of this stage'}")
+    return wanted
+
+
+def stage_of(program: str) -> str:
+    """`decode` of `decode-1`; a server is its own stage."""
+    return program.rsplit("-", 1)[0]

@@ -1,0 +1,169 @@
+"""Serves contexts with proposals, newest context first: an overtaken context is never worked on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import msgspec
+import nats.errors
+import structlog
+from nats.aio.msg import Msg
+
+from services.draft.model_proposer import ModelProposer, ModelTask
+from services.draft.prompt_lookup import PromptLookup
+from services.draft.settings import DraftSettings
+from shared.bus import Bus
+from shared.engine import EngineError
+from shared.protocol.drafts import DraftContext, Proposal, decode_context, encode_draft
+from shared.protocol.jobs import SamplingParams
+from shared.protocol.subjects import draft_subject
+from shared.telemetry.metrics import DraftMetrics
+from shared.worker.engine_host import EngineHost
+
+PROMPT_LOOKUP, DRAFT_MODEL = "prompt_lookup", "draft_model"
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass
+class _Known:
+    """What is known of one sequence, and the newest question about it."""
+
+    lookup: PromptLookup = field(default_factory=PromptLookup)
+    question: DraftContext | None = None
+    asked_s: float = 0.0
+
+
+class DraftService:
+    """Owner of the sequences that decode workers have told about; bounded, least recently used forgotten first.
+
+    Without a draft model it proposes by prompt lookup alone; with one, the model answers where lookup finds nothing.
+    """
+
+    def __init__(
+        self, bus: Bus, settings: DraftSettings, model: str, metrics: DraftMetrics, host: EngineHost | None
+    ) -> None:
+        self._bus = bus
+        self._settings = settings
+        self._model = model
+        self._metrics = metrics
+        self._host = host
+        self._proposer = ModelProposer(settings.max_sequences)
+        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._asked = asyncio.Event()
+        self.last_error = ""
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Answer contexts until `stop`."""
+        subscription = await self._bus.client.subscribe(
+            draft_subject(self._model, self._settings.instance), cb=self._on_context
+        )
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            while not stop.is_set():
+                asked = asyncio.create_task(self._asked.wait())
+                await asyncio.wait({asked, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                asked.cancel()
+                self._asked.clear()
+                await self._answer_all()
+        finally:
+            stopping.cancel()
+            if not self._bus.client.is_closed:
+                await subscription.unsubscribe()
+
+    async def _on_context(self, message: Msg) -> None:
+        try:
+            context = decode_context(message.data)
+        except msgspec.DecodeError as error:
+            log.warning("context_unreadable", error=str(error))
+            return
+        self._metrics.contexts.inc()
+        if context.forget:
+            await self._forget(context.request_id)
+            return
+        known = self._known.get(context.request_id)
+        if known is None or context.start == 0:
+            known = self._known[context.request_id] = _Known()
+        self._known.move_to_end(context.request_id)
+        if context.start > len(known.lookup):
+            del self._known[context.request_id]
+            await self._send(context, Proposal(context.request_id, 0, [], resend=True))
+            return
+        known.lookup.extend(context.token_ids[len(known.lookup) - context.start :])
+        if known.question is not None:
+            self._metrics.contexts_dropped.inc()
+        known.question, known.asked_s = context, time.monotonic()
+        while len(self._known) > self._settings.max_sequences:
+            await self._forget(next(iter(self._known)))
+        self._asked.set()
+
+    async def _answer_all(self) -> None:
+        """Answer every open question: by lookup at once, the others by the model in one batch."""
+        tasks: list[tuple[DraftContext, ModelTask]] = []
+        for request_id, known in list(self._known.items()):
+            question = known.question
+            if question is None:
+                continue
+            known.question = None
+            most = min(question.max_tokens, self._settings.max_proposal_tokens)
+            guess = known.lookup.propose(most)
+            if guess:
+                await self._propose(question, known, guess, PROMPT_LOOKUP)
+            elif self._host is not None:
+                tasks.append((question, ModelTask(request_id, list(known.lookup.tokens), _params(question), most)))
+        if tasks and self._host is not None:
+            await self._ask_model(self._host, tasks)
+
+    async def _ask_model(self, host: EngineHost, tasks: list[tuple[DraftContext, ModelTask]]) -> None:
+        try:
+            guesses = await host.async_engine.call(
+                lambda engine: self._proposer.propose(engine, [task for _, task in tasks])
+            )
+        except EngineError as error:
+            self.last_error = str(error)
+            log.warning("draft_model_failed", error=str(error))
+            return
+        for question, task in tasks:
+            known, guess = self._known.get(task.request_id), guesses.get(task.request_id)
+            if known is not None and guess:
+                await self._propose(question, known, guess, DRAFT_MODEL, start=len(task.token_ids))
+
+    async def _propose(
+        self, question: DraftContext, known: _Known, guess: list[int], proposer: str, start: int | None = None
+    ) -> None:
+        self._metrics.proposed_tokens.labels(proposer).inc(len(guess))
+        self._metrics.propose_seconds.labels(proposer).observe(time.monotonic() - known.asked_s)
+        position = len(known.lookup) if start is None else start
+        await self._send(question, Proposal(question.request_id, position, guess, proposer))
+
+    async def _send(self, question: DraftContext, proposal: Proposal) -> None:
+        if not self._bus.connected:
+            return
+        try:
+            await self._bus.client.publish(question.reply_to, encode_draft(proposal))
+        except nats.errors.Error as error:
+            log.warning("proposal_not_sent", request_id=question.request_id, error=str(error))
+
+    async def _forget(self, request_id: str) -> None:
+        self._known.pop(request_id, None)
+        if self._host is not None:
+            await self._host.async_engine.call(lambda engine: self._proposer.forget(engine, request_id))
+
+
+def _params(question: DraftContext) -> SamplingParams:
+    """The target's sampling, so that the same noise leads to the same choice wherever the logits allow it."""
+    return SamplingParams(
+        max_tokens=question.max_tokens,
+        seed=question.seed,
+        temperature=question.temperature,
+        top_p=question.top_p,
+        top_k=question.top_k,
+        min_p=question.min_p,
+        ignore_eos=True,
+    )

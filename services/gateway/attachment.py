@@ -1,0 +1,90 @@
+"""Who follows a request with an idempotency key, at any gateway: it outlives its last client by a grace period only."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+import nats.errors
+import structlog
+from nats.aio.msg import Msg
+
+from services.gateway.endings import Ending, Endings
+from shared.bus import Bus
+from shared.protocol.records import Accepted
+from shared.protocol.subjects import encode_token
+
+MAX_GRACES: Final = 4096
+ANSWER_S: Final = 2.0
+
+log = structlog.get_logger(__name__)
+
+
+def attached_subject(tenant: str, request_id: str) -> str:
+    """Core NATS, between gateways: whoever follows the request answers here."""
+    return f"hr.gw.attached.{encode_token(tenant)}.{encode_token(request_id)}"
+
+
+class Attachments:
+    """Makes this gateway's followers known to the others, and cancels a request that nobody has come back to.
+
+    `run` must be running for `left` to have an effect; a gateway that stops or dies cancels nothing.
+    """
+
+    def __init__(self, bus: Bus, endings: Endings, grace_s: float) -> None:
+        self._bus = bus
+        self._endings = endings
+        self._grace_s = grace_s
+        self._left: asyncio.Queue[tuple[float, Accepted]] = asyncio.Queue(MAX_GRACES)
+
+    @asynccontextmanager
+    async def attach(self, accepted: Accepted) -> AsyncIterator[None]:
+        """For the time that a client follows the request. Nothing to do for one that ends with its client."""
+        if not accepted.body_digest:
+            yield
+            return
+
+        async def answer(question: Msg) -> None:
+            await question.respond(b"")
+
+        subject = attached_subject(accepted.tenant, accepted.request_id)
+        subscription = await self._bus.client.subscribe(subject, cb=answer)
+        try:
+            yield
+        finally:
+            if not self._bus.client.is_closed:
+                await subscription.unsubscribe()
+
+    async def anyone(self, accepted: Accepted) -> bool:
+        """Whether any gateway has a client on this request. Doubt counts as yes."""
+        subject = attached_subject(accepted.tenant, accepted.request_id)
+        try:
+            await self._bus.client.request(subject, b"", timeout=ANSWER_S)
+        except nats.errors.NoRespondersError:
+            return False
+        except (nats.errors.Error, TimeoutError):
+            return True
+        return True
+
+    def left(self, accepted: Accepted) -> None:
+        """The client has gone: cancel at once, or after the grace period when it said that it might come back."""
+        if not accepted.body_digest:
+            self._endings.request(Ending(accepted, "cancelled"))
+            return
+        due_s = asyncio.get_running_loop().time() + self._grace_s
+        try:
+            self._left.put_nowait((due_s, accepted))
+        except asyncio.QueueFull:
+            log.warning("grace_not_kept", request_id=accepted.request_id)
+            self._endings.request(Ending(accepted, "cancelled"))
+
+    async def run(self) -> None:
+        """Until cancelled. The period is the same for all, so the queue is in order of time."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s, accepted = await self._left.get()
+            await asyncio.sleep(max(0.0, due_s - loop.time()))
+            if not await self.anyone(accepted):
+                self._endings.request(Ending(accepted, "cancelled"))

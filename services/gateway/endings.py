@@ -1,0 +1,113 @@
+"""Ends requests from outside: cancelled, past a deadline, never queued. Keeps trying while NATS is away."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Final
+
+import nats.errors
+import structlog
+from nats.js.errors import APIError
+
+from shared.bus import Bus, BusError, RequestUnknown
+from shared.protocol.records import Accepted, Ended, ErrorInfo, FinishReason, Usage
+from shared.protocol.streams import JOBS, REQUESTS
+from shared.protocol.subjects import PRIORITIES, Priority, job_subject, request_subject
+
+MAX_PENDING: Final = 4096
+WORKERS: Final = 4
+PATIENCE_S: Final = 60.0
+RETRY_S: Final = 0.25
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """A terminal record to append, unless the log has one by then."""
+
+    accepted: Accepted
+    reason: FinishReason
+    error: ErrorInfo | None = None
+
+
+class Endings:
+    """A bounded queue of endings and the few workers that carry them out."""
+
+    def __init__(self, bus: Bus, worker: str) -> None:
+        self._bus = bus
+        self._worker = worker
+        self._pending: asyncio.Queue[Ending] = asyncio.Queue(MAX_PENDING)
+
+    def request(self, ending: Ending) -> None:
+        """Have a request ended soon. When the queue is full the sweep will end it at its deadline."""
+        try:
+            self._pending.put_nowait(ending)
+        except asyncio.QueueFull:
+            log.warning("ending_dropped", request_id=ending.accepted.request_id, reason=ending.reason)
+
+    async def end(self, ending: Ending) -> bool:
+        """Append the terminal record now and take the work out of the queues. False when the log had ended already.
+
+        Raises RequestUnknown, or PublishFailed without NATS.
+        """
+        accepted = ending.accepted
+        ended = Ended(
+            epoch=0,  # the bus fills in what only the log knows
+            reason=ending.reason,
+            usage=Usage(prompt_tokens=accepted.prompt_tokens, completion_tokens=0),
+            error=ending.error,
+            by=self._worker,
+        )
+        first = await self._bus.end_request(accepted.tenant, accepted.request_id, ended)
+        if first:
+            code = ending.error.code if ending.error else None
+            log.info("request_ended_from_outside", request_id=accepted.request_id, reason=ending.reason, code=code)
+        await self.withdraw(accepted)
+        return first
+
+    async def withdraw(self, accepted: Accepted) -> None:
+        """Delete the ended request's messages from the work queues.
+
+        Without workers nobody would ack them, and they would fill the queue. A worker that holds one finds the terminal
+        record at its next append; its ack then means nothing.
+        """
+        for stream, subject in _work_subjects(accepted):
+            try:
+                await self._bus.js.purge_stream(stream, subject=subject)
+            except (nats.errors.Error, APIError, TimeoutError) as error:
+                log.warning("work_not_withdrawn", request_id=accepted.request_id, stream=stream, error=str(error))
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for n in range(WORKERS):
+                group.create_task(self._work_off(), name=f"endings-{n}")
+
+    async def _work_off(self) -> None:
+        while True:
+            ending = await self._pending.get()
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    await self._insist(ending)
+            except TimeoutError:
+                log.error("request_not_ended", request_id=ending.accepted.request_id, reason=ending.reason)
+
+    async def _insist(self, ending: Ending) -> None:
+        while True:
+            try:
+                await self.end(ending)
+                return
+            except RequestUnknown:
+                return
+            except (BusError, nats.errors.Error) as error:
+                log.warning("ending_put_off", request_id=ending.accepted.request_id, error=str(error))
+                await asyncio.sleep(RETRY_S)
+
+
+def _work_subjects(accepted: Accepted) -> tuple[tuple[str, str], ...]:
+    """The streams and subjects where the request's work may lie."""
+    priority: Priority = next((p for p in PRIORITIES if p == accepted.priority), "normal")
+    names = (accepted.model, priority, accepted.tenant, accepted.request_id)
+    return (REQUESTS.name, request_subject(*names)), (JOBS.name, job_subject(*names))

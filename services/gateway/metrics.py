@@ -1,0 +1,134 @@
+"""What the gateway measures of one request: its root span, its latencies as the client sees them, how it ended."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+import structlog
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import SpanKind, StatusCode
+
+from services.gateway.errors import ApiError
+from services.gateway.openai_schema import GenerationCall
+from shared.protocol.records import Accepted, Api, Ended, Record, Tokens
+from shared.telemetry import attributes, inject_headers, trace_ids, tracer
+from shared.telemetry.metrics import GatewayMetrics
+
+OPERATIONS: Final[dict[Api, str]] = {"chat": "chat", "completion": "text_completion"}
+
+log = structlog.get_logger(__name__)
+
+
+class Observation:
+    """From a request's arrival to its end at this gateway. Call `close` exactly once.
+
+    The span is the root of the request's trace, or a child of the span that the client's `traceparent` names.
+    """
+
+    def __init__(self, metrics: GatewayMetrics, api: Api, model: str, parent: Context) -> None:
+        self._metrics = metrics
+        self._model = model
+        self._arrived_s = time.monotonic()
+        self._last_tokens_s: float | None = None
+        self._accepted: Accepted | None = None
+        self._ended: Ended | None = None
+        self._tokens = 0
+        self._span = tracer().start_span(f"{OPERATIONS[api]} {model}", context=parent, kind=SpanKind.SERVER)
+        self._context = trace.set_span_in_context(self._span)
+        self._span.set_attribute(attributes.GEN_AI_OPERATION_NAME, OPERATIONS[api])
+        self._span.set_attribute(attributes.GEN_AI_PROVIDER_NAME, "headrace")
+        self._span.set_attribute(attributes.STAGE, "gateway")
+
+    def trace_headers(self) -> dict[str, str]:
+        """For the messages that carry this request on."""
+        return inject_headers(self._context)
+
+    def called(self, call: GenerationCall) -> None:
+        for name, value in (
+            (attributes.GEN_AI_REQUEST_TEMPERATURE, call.temperature),
+            (attributes.GEN_AI_REQUEST_TOP_P, call.top_p),
+            (attributes.GEN_AI_REQUEST_TOP_K, call.top_k),
+            (attributes.GEN_AI_REQUEST_STREAM, call.stream),
+            (attributes.PRIORITY, call.priority),
+        ):
+            self._span.set_attribute(name, value)
+        if call.max_tokens is not None:
+            self._span.set_attribute(attributes.GEN_AI_REQUEST_MAX_TOKENS, call.max_tokens)
+
+    def accepted(self, accepted: Accepted, *, joined: bool, user: str) -> None:
+        self._accepted = accepted
+        self._span.set_attribute(attributes.GEN_AI_REQUEST_MODEL, accepted.model)
+        self._span.set_attribute(attributes.GEN_AI_RESPONSE_ID, accepted.request_id)
+        self._span.set_attribute(attributes.GEN_AI_REQUEST_SEED, accepted.seed)
+        self._span.set_attribute(attributes.GEN_AI_USAGE_INPUT_TOKENS, accepted.prompt_tokens)
+        self._span.set_attribute(attributes.REQUEST_ID, accepted.request_id)
+        self._span.set_attribute(attributes.TENANT, accepted.tenant)
+        if not joined:
+            self._metrics.prompt_tokens.labels(self._model).inc(accepted.prompt_tokens)
+        log.info(
+            "request_accepted",
+            request_id=accepted.request_id,
+            tenant=accepted.tenant,
+            user=user or None,
+            prompt_tokens=accepted.prompt_tokens,
+            joined=joined,
+            **trace_ids(self._context),
+        )
+
+    def record(self, record: Record) -> None:
+        """Count one record of the log, at the moment that it is passed on."""
+        if isinstance(record, Ended):
+            self._ended = record
+        elif isinstance(record, Tokens) and record.ids:
+            now_s = time.monotonic()
+            if self._last_tokens_s is None:
+                self._metrics.ttft.labels(self._model).observe(now_s - self._arrived_s)
+                self._span.set_attribute(
+                    attributes.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK, round(now_s - self._arrived_s, 6)
+                )
+            else:
+                self._metrics.itl.labels(self._model).observe(now_s - self._last_tokens_s)
+            self._last_tokens_s = now_s
+            self._tokens += len(record.ids)
+
+    def disconnected(self) -> None:
+        self._metrics.disconnects.inc()
+
+    def close(self, error: ApiError | None = None) -> None:
+        """The answer is out, or there was none."""
+        accepted, ended = self._accepted, self._ended
+        took_s = time.monotonic() - self._arrived_s
+        if accepted is None:
+            code = (error.code or str(error.status)) if error is not None else "internal_error"
+            self._metrics.rejected.labels(code).inc()
+            log.info("request_rejected", code=code, status=error.status if error else 500)
+        else:
+            self._metrics.generation_tokens.labels(self._model).inc(self._tokens)
+            if ended is not None:
+                self._metrics.e2e.labels(self._model).observe(took_s)
+                self._metrics.finished.labels(self._model, ended.reason).inc()
+                self._describe(ended)
+            log.info(
+                "request_left",
+                request_id=accepted.request_id,
+                reason=ended.reason if ended else None,
+                code=error.code if error else None,
+                completion_tokens=self._tokens,
+                took_s=round(took_s, 3),
+                **trace_ids(self._context),
+            )
+        if error is not None:
+            self._span.set_attribute(attributes.ERROR_TYPE, error.code or str(error.status))
+            if error.status >= 500:
+                self._span.set_status(StatusCode.ERROR, error.code or "")
+        self._span.end()
+
+    def _describe(self, ended: Ended) -> None:
+        self._span.set_attribute(attributes.GEN_AI_RESPONSE_MODEL, self._model)
+        self._span.set_attribute(attributes.GEN_AI_RESPONSE_FINISH_REASONS, [ended.reason])
+        self._span.set_attribute(attributes.GEN_AI_USAGE_OUTPUT_TOKENS, ended.usage.completion_tokens)
+        self._span.set_attribute(attributes.GEN_AI_USAGE_CACHED_TOKENS, ended.usage.cached_tokens)
+        self._span.set_attribute(attributes.DRAFTED_TOKENS, ended.usage.drafted_tokens)
+        self._span.set_attribute(attributes.ACCEPTED_TOKENS, ended.usage.accepted_tokens)

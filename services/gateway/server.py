@@ -1,0 +1,82 @@
+"""The HTTP server: a socket bound early, and a stop that lets running answers end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from types import FrameType
+from typing import Final
+
+import structlog
+import uvicorn
+from starlette.types import ASGIApp
+
+from services.gateway.gateway import Gateway
+
+LET_GO_S: Final = 5.0
+"""How long clients that were told to go elsewhere may take to do so."""
+
+CONNECTIONS_PER_GENERATION: Final = 4
+
+log = structlog.get_logger(__name__)
+
+
+class PortTaken(Exception):
+    """The address cannot be bound. The message is one line and says what to do."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet. Raises PortTaken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise PortTaken(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; stop what uses it or set HEADRACE_PORT"
+        ) from error
+    return listener
+
+
+class GatewayServer(uvicorn.Server):
+    """uvicorn, with a stop in two steps.
+
+    After SIGTERM no connection is taken any more and running answers go on for `drain_s`. What runs then is let go: its
+    client is told to follow the request elsewhere, and the request itself goes on. A second signal ends this at once.
+    """
+
+    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
+        settings = gateway.settings
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ws="none",
+                limit_concurrency=CONNECTIONS_PER_GENERATION * settings.max_concurrent + 64,
+                timeout_graceful_shutdown=int(settings.drain_s + LET_GO_S) + 1,
+            )
+        )
+        self._gateway = gateway
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by uvicorn in the signal handler."""
+        if self.should_exit:
+            self.force_exit = True
+            return
+        log.info("stopping", signal=signal.Signals(sig).name, running=self._gateway.limits.active)
+        self._gateway.readiness.draining = True
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+        let_go = loop.call_later(self._gateway.settings.drain_s, self._gateway.stopping.set)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            let_go.cancel()

@@ -1,0 +1,63 @@
+"""What a caller asks for in headers, over HTTP and NATS alike: deadlines and the idempotency key."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from services.gateway.errors import invalid
+from services.gateway.settings import GatewaySettings
+from shared.protocol.records import Api
+
+QUEUE_TIMEOUT: Final = "x-headrace-queue-timeout-s"
+TIMEOUT: Final = "x-headrace-timeout-s"
+IDEMPOTENCY_KEY: Final = "idempotency-key"
+MAX_KEY_CHARS: Final = 255
+
+_PREFIX: Final[dict[Api, str]] = {"chat": "chatcmpl-", "completion": "cmpl-"}
+
+
+@dataclass(frozen=True)
+class Terms:
+    """`queue_timeout_s` is at most `timeout_s`, which is at most what the gateway allows."""
+
+    queue_timeout_s: float
+    timeout_s: float
+    idempotency_key: str | None = None
+
+
+def parse_terms(headers: Mapping[str, str], settings: GatewaySettings) -> Terms:
+    """Header names in lower case. Raises ApiError 400 naming the header."""
+    timeout_s = min(_seconds(headers, TIMEOUT, settings.timeout_s), settings.max_timeout_s)
+    queue_timeout_s = min(_seconds(headers, QUEUE_TIMEOUT, settings.queue_timeout_s), timeout_s)
+    key = headers.get(IDEMPOTENCY_KEY)
+    if key is not None and not (0 < len(key) <= MAX_KEY_CHARS and key.isprintable()):
+        raise invalid(f"'{IDEMPOTENCY_KEY}' must have 1 to {MAX_KEY_CHARS} printable characters.", IDEMPOTENCY_KEY)
+    return Terms(queue_timeout_s, timeout_s, key)
+
+
+def new_request_id(api: Api) -> str:
+    return _PREFIX[api] + secrets.token_hex(12)
+
+
+def keyed_request_id(api: Api, tenant: str, key: str, attempt: int) -> str:
+    """The same on every gateway, so that the log itself finds the first run. `attempt` counts failed runs before."""
+    parts = "\0".join((tenant, key, api, str(attempt)))
+    return _PREFIX[api] + hashlib.sha256(parts.encode()).hexdigest()[:24]
+
+
+def _seconds(headers: Mapping[str, str], name: str, default: float) -> float:
+    text = headers.get(name)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (0 < value < math.inf):
+        raise invalid(f"'{name}' must be a number of seconds above 0.", name, "invalid_value")
+    return value

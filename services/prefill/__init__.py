@@ -1,0 +1,1 @@
+"""Prefill: a prompt becomes KV blocks and the first token."""

@@ -1,0 +1,244 @@
+"""The workers' side of the KV plane: finds, fetches, stores and leases blocks on whatever stores are alive.
+
+A store that is gone, slow, full or wrong is a miss or a missing place, never an exception: KV blocks save work, and
+what is missing is computed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, TypeVar
+
+import structlog
+
+from shared.blocks import exchange
+from shared.blocks.checksum import checksums
+from shared.blocks.index import BlockIndex
+from shared.blocks.keys import BlockKey
+from shared.blocks.rendezvous import ranked
+from shared.blocks.spread import spread
+from shared.protocol.blocks import BlockRef, Place
+from shared.protocol.kv import MAX_BLOCKS, BlockMeta, Stats
+from shared.telemetry.metrics import KVTransferMetrics
+from shared.transport import Buffer, Connection, ConnectionPool, Transport, TransportError, n_bytes
+
+ASK_TIMEOUT_S: Final = 2.0
+"""For exchanges without block bytes."""
+PUT_TIMEOUT_S: Final = 10.0
+
+T = TypeVar("T")
+log = structlog.get_logger(__name__)
+
+
+class KVClient:
+    """Owns a pool of connections. `stores` says which KV stores are alive now; `stage` names this end of a hop.
+
+    Safe for concurrent use on one event loop. When a method has returned, or was cancelled, nobody touches its buffers.
+    """
+
+    def __init__(
+        self,
+        stores: Callable[[], Sequence[Place]],
+        transport: Transport,
+        secret: str,
+        index: BlockIndex | None,
+        *,
+        stage: str = "worker",
+        metrics: KVTransferMetrics | None = None,
+    ) -> None:
+        self._stores = stores
+        self._pool = ConnectionPool(transport, secret.encode())
+        self._index = index
+        self._put_hop = f"{stage}_to_store"
+        self._get_hop = f"store_to_{stage}"
+        self._metrics = metrics
+
+    def close(self) -> None:
+        """Close the connections. The transport and the index are closed by those who made them."""
+        self._pool.close()
+
+    async def find(self, keys: Sequence[bytes]) -> list[BlockRef | None]:
+        """Where the blocks are, in the order of the keys. Asks the index, or all stores when the index is not there."""
+        if self._index is not None:
+            known = await self._index.lookup(keys)
+            if self._index.available:
+                entries = [(key, known.get(key)) for key in keys]
+                return [BlockRef(k, e.n_tokens, e.n_bytes, e.checksum, e.places) if e else None for k, e in entries]
+        return await self._ask_stores(keys)
+
+    async def put(
+        self,
+        lease_id: str,
+        lease_s: float,
+        blocks: Sequence[tuple[BlockKey, Buffer, int]],
+        *,
+        timeout_s: float = PUT_TIMEOUT_S,
+    ) -> list[BlockRef]:
+        """Store blocks (key, buffer, checksum), leased under `lease_id` for `lease_s`; without a lease if it is empty.
+
+        One ref per block, in order; `places` is empty where no store took it. Raises UnusableBuffer only.
+        """
+        metas = [BlockMeta(key.key, key.n_tokens, n_bytes(buffer), check) for key, buffer, check in blocks]
+        give_up_s = time.monotonic() + timeout_s
+
+        async def move(place: Place, items: list[int]) -> list[bool]:
+            started = time.monotonic()
+            verdicts = await self._exchange(
+                place,
+                give_up_s,
+                self._put_hop,
+                lambda c: exchange.put_blocks(
+                    c, [metas[i] for i in items], [blocks[i][1] for i in items], lease_id, lease_s
+                ),
+            )
+            if verdicts is None:
+                return [False] * len(items)
+            stored = [verdict == "stored" for verdict in verdicts]
+            if not all(stored):
+                log.info("put_refused", store=place.store, verdicts=sorted(set(verdicts)), blocks=stored.count(False))
+            self._count(self._put_hop, place, sum(metas[i].n_bytes for i in items), started)
+            return stored
+
+        def candidates(item: int) -> Sequence[Place]:
+            return ranked(metas[item].key, self._up(self._stores()))
+
+        placed = await spread(range(len(metas)), candidates, move)
+        return [
+            BlockRef(m.key, m.n_tokens, m.n_bytes, m.checksum, [placed[i]] if i in placed else [])
+            for i, m in enumerate(metas)
+        ]
+
+    async def get(self, refs: Sequence[BlockRef], into: Sequence[Buffer], *, timeout_s: float) -> list[bool]:
+        """Fetch blocks into buffers of their size and verify them. False is a miss, whose buffer may hold anything.
+
+        Returns within `timeout_s`, and at once where no store that could have a block is up.
+        """
+        metas = [BlockMeta(ref.key, ref.n_tokens, ref.n_bytes, ref.checksum) for ref in refs]
+        give_up_s = time.monotonic() + timeout_s
+
+        async def move(place: Place, items: list[int]) -> list[bool]:
+            started = time.monotonic()
+            wanted, buffers = [metas[i] for i in items], [into[i] for i in items]
+            present = await self._exchange(
+                place, give_up_s, self._get_hop, lambda c: exchange.get_blocks(c, wanted, buffers)
+            )
+            if present is None:
+                return [False] * len(items)
+            self._count(
+                self._get_hop, place, sum(m.n_bytes for m, p in zip(wanted, present, strict=True) if p), started
+            )
+            return await self._verify(place, wanted, buffers, present, give_up_s)
+
+        fitting = [i for i, ref in enumerate(refs) if _fits(ref, into[i])]
+        hits = await spread(fitting, lambda i: self._up(refs[i].places), move)
+        if self._metrics is not None:
+            self._metrics.blocks_hit.inc(len(hits))
+            self._metrics.blocks_miss.inc(len(refs) - len(hits))
+        return [i in hits for i in range(len(refs))]
+
+    async def lease(self, lease_id: str, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
+        """Spare blocks from eviction, wherever they are. One entry per key: whether a store holds it for the lease."""
+        held: list[bool] = []
+        for start in range(0, len(keys), MAX_BLOCKS):
+            batch = keys[start : start + MAX_BLOCKS]
+            answers = await self._ask_all(_leasing(lease_id, batch, ttl_s))
+            held += [any(answer[i] for _, answer in answers) for i in range(len(batch))]
+        return held
+
+    async def renew(self, lease_id: str, ttl_s: float) -> bool:
+        """Let the lease live until `ttl_s` from now. Whether any store still knows it."""
+        answers = await self._ask_all(lambda c: exchange.renew_lease(c, lease_id, ttl_s))
+        return any(known for _, known in answers)
+
+    async def release(self, lease_id: str) -> None:
+        """End the lease at every store. One that does not answer lets it expire."""
+        await self._ask_all(lambda c: exchange.release_lease(c, lease_id))
+
+    async def stats(self, place: Place) -> Stats | None:
+        """None when the store does not answer."""
+        return await self._exchange(place, time.monotonic() + ASK_TIMEOUT_S, "ask", exchange.ask_stats)
+
+    async def _ask_stores(self, keys: Sequence[bytes]) -> list[BlockRef | None]:
+        refs: list[BlockRef | None] = []
+        for start in range(0, len(keys), MAX_BLOCKS):
+            batch = keys[start : start + MAX_BLOCKS]
+            answers = await self._ask_all(_finding(batch))
+            refs += [_merge([(place, metas[i]) for place, metas in answers]) for i in range(len(batch))]
+        return refs
+
+    async def _ask_all(self, ask: Callable[[Connection], Awaitable[T]]) -> list[tuple[Place, T]]:
+        """The answers of all stores that are up, asked at once."""
+        places = self._up(self._stores())
+        give_up_s = time.monotonic() + ASK_TIMEOUT_S
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(self._exchange(place, give_up_s, "ask", ask)) for place in places]
+        answers = zip(places, (task.result() for task in asked), strict=True)
+        return [(place, answer) for place, answer in answers if answer is not None]
+
+    async def _exchange(
+        self, place: Place, give_up_s: float, hop: str, operation: Callable[[Connection], Awaitable[T]]
+    ) -> T | None:
+        """The operation's answer; None when the store failed or was too late."""
+        try:
+            async with (
+                asyncio.timeout(max(0.0, give_up_s - time.monotonic())),
+                self._pool.borrow(place.host, place.port) as connection,
+            ):
+                return await operation(connection)
+        except (TransportError, TimeoutError) as error:
+            log.warning("exchange_failed", hop=hop, store=place.store, error=f"{type(error).__name__}: {error}")
+            if self._metrics is not None:
+                self._metrics.transfer_failures.labels(hop).inc()
+            return None
+
+    async def _verify(
+        self, place: Place, metas: list[BlockMeta], buffers: list[Buffer], present: list[bool], give_up_s: float
+    ) -> list[bool]:
+        """Which of the fetched blocks are what they should be. The store is told of the others and drops them."""
+        fetched = [i for i, here in enumerate(present) if here]
+        sums = await checksums([buffers[i] for i in fetched])
+        good = {i for i, found in zip(fetched, sums, strict=True) if found == metas[i].checksum}
+        damaged = [metas[i].key for i in fetched if i not in good]
+        if damaged:
+            log.error("block_damaged", store=place.store, keys=[key.hex() for key in damaged])
+            if self._metrics is not None:
+                self._metrics.blocks_checksum_failed.inc(len(damaged))
+            await self._exchange(place, give_up_s, "ask", lambda c: exchange.doubt_blocks(c, damaged))
+        return [i in good for i in range(len(metas))]
+
+    def _up(self, places: Sequence[Place]) -> list[Place]:
+        return [place for place in places if not self._pool.is_down(place.host, place.port)]
+
+    def _count(self, hop: str, place: Place, moved_bytes: int, started_s: float) -> None:
+        if self._metrics is not None and moved_bytes:
+            self._metrics.observe_transfer(hop, place.transport, moved_bytes, time.monotonic() - started_s)
+
+
+def _leasing(lease_id: str, keys: Sequence[bytes], ttl_s: float) -> Callable[[Connection], Awaitable[list[bool]]]:
+    return lambda connection: exchange.lease_blocks(connection, lease_id, keys, ttl_s)
+
+
+def _finding(keys: Sequence[bytes]) -> Callable[[Connection], Awaitable[list[BlockMeta | None]]]:
+    return lambda connection: exchange.find_blocks(connection, keys)
+
+
+def _merge(answers: list[tuple[Place, BlockMeta | None]]) -> BlockRef | None:
+    """The places that hold the same copy as the first that holds one."""
+    first = next((meta for _, meta in answers if meta is not None), None)
+    if first is None:
+        return None
+    places = [place for place, meta in answers if meta == first]
+    return BlockRef(first.key, first.n_tokens, first.n_bytes, first.checksum, places)
+
+
+def _fits(ref: BlockRef, buffer: Buffer) -> bool:
+    try:
+        size = n_bytes(buffer)
+    except TransportError as error:
+        log.error("buffer_unusable", error=str(error))
+        return False
+    if size != ref.n_bytes:
+        log.error("buffer_size_differs", buffer_bytes=size, block_bytes=ref.n_bytes)
+    return size == ref.n_bytes

@@ -1,0 +1,151 @@
+"""Runs an Engine in a thread of its own beside an asyncio event loop, which it never blocks.
+
+One queue leads into the thread (calls and proposals, in order), one leads out (results on the event loop).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import structlog
+import torch
+
+from shared.engine.engine import Engine
+from shared.engine.errors import EngineStopped
+from shared.engine.sequence import SequenceStep, StepStats
+
+_log = structlog.get_logger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+OnSteps = Callable[[list[SequenceStep], StepStats], None]
+OnFailure = Callable[[list[str], BaseException], None]
+
+_TICK_S = 0.5
+"""An idle thread wakes this often, only to show that it is alive."""
+
+_BLOCKED_S = 0.05
+"""Pause when sequences wait but nothing can run, since no blocks are free."""
+
+
+class AsyncEngine:
+    """`on_steps` and `on_failure` are called on the event loop that called `start`.
+
+    When a step raises, every started sequence is released and reported through `on_failure`; the engine goes on.
+    """
+
+    def __init__(self, engine: Engine, on_steps: OnSteps, on_failure: OnFailure) -> None:
+        self.engine = engine
+        self.progress_unix_s = time.time()
+        self._on_steps = on_steps
+        self._on_failure = on_failure
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Start the thread; call it on the event loop that shall receive the results."""
+        if self._thread is not None:
+            raise RuntimeError("the engine's thread was started already")
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Let the step in progress end, then stop the thread. Calls not yet run fail with EngineStopped."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+
+    async def call(self, fn: Callable[Concatenate[Engine, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run `fn(engine, *args)` in the engine's thread between two steps; returns its result or raises its error.
+
+        A caller that is cancelled does not undo the call: it still runs. Raises EngineStopped.
+        """
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def run() -> None:
+            if self._stopping:
+                self._resolve(future, None, EngineStopped("the engine's thread has stopped"))
+                return
+            try:
+                result = fn(self.engine, *args, **kwargs)
+            except BaseException as error:  # handed to the caller, which knows what it means
+                self._resolve(future, None, error)
+            else:
+                self._resolve(future, result, None)
+
+        self._post(run)
+        return await future
+
+    def propose(self, seq_id: str, start: int, token_ids: list[int]) -> None:
+        """Hand drafted tokens to the engine. Never blocks, may be called from any thread, gives no answer."""
+        if not self._stopping:
+            self._post(lambda: self.engine.propose(seq_id, start, token_ids))
+
+    def _post(self, job: Callable[[], None]) -> None:
+        with self._wake:
+            if self._thread is None or (self._stopping and not self._thread.is_alive()):
+                raise EngineStopped("the engine's thread is not running")
+            self._inbox.append(job)
+            self._wake.notify()
+
+    # In the engine's thread
+
+    def _run(self) -> None:
+        torch.set_num_threads(self.engine.config.threads)
+        while not self._stopping:
+            self.progress_unix_s = time.time()
+            while self._inbox:
+                self._inbox.popleft()()
+            idle_s = 0.0 if self.engine.has_work else _TICK_S
+            if self.engine.has_work and not self._step():
+                idle_s = _BLOCKED_S
+            if idle_s:
+                with self._wake:
+                    if not self._inbox and not self._stopping:
+                        self._wake.wait(idle_s)
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _step(self) -> bool:
+        """Returns whether anything ran."""
+        engine = self.engine
+        try:
+            steps = engine.step()
+        except Exception as error:
+            failed = engine.active_ids()
+            for seq_id in failed:
+                engine.release(seq_id)
+            _log.error("step_failed", sequences=len(failed), error=repr(error), exc_info=True)
+            self._send(self._on_failure, failed, error)
+            return True
+        if steps:
+            self._send(self._on_steps, steps, engine.last_stats)
+        return bool(steps)
+
+    def _send(self, callback: Callable[..., None], *args: Any) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback, *args)
+
+    def _resolve(self, future: asyncio.Future[T], result: Any, error: BaseException | None) -> None:
+        def settle() -> None:
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._send(settle)

@@ -1,0 +1,46 @@
+"""What an engine needs to know before it loads a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Dtype = Literal["fp16-packed", "fp32", "bf16"]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """`dtype` names the path of the matrix products: on CPU `fp16-packed` or `fp32`, on CUDA `bf16` or `fp32`.
+
+    `max_batch_tokens` bounds the tokens of one forward, `max_running` the sequences that take part in a step,
+    `kv_memory_bytes` the memory of the paged cache. `max_draft_tokens` bounds the drafted rows of one sequence in a step.
+    """
+
+    model_path: Path
+    model_name: str
+    fingerprint: str
+    kv_memory_bytes: int
+    device: Literal["cpu", "cuda"] = "cpu"
+    dtype: Dtype = "fp16-packed"
+    threads: int = 1
+    block_tokens: int = 32
+    max_batch_tokens: int = 256
+    max_running: int = 16
+    max_draft_tokens: int = 8
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, naming the field."""
+        for name in ("kv_memory_bytes", "threads", "block_tokens", "max_batch_tokens", "max_running"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_draft_tokens < 0:
+            raise ValueError(f"max_draft_tokens must not be negative, got {self.max_draft_tokens}")
+        if self.max_batch_tokens < self.max_running:
+            raise ValueError(
+                f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_running ({self.max_running}), "
+                "else some sequences would never decode"
+            )
+        allowed = {"cpu": ("fp16-packed", "fp32"), "cuda": ("bf16", "fp32")}[self.device]
+        if self.dtype not in allowed:
+            raise ValueError(f"dtype {self.dtype!r} does not run on {self.device}; choose from {', '.join(allowed)}")

@@ -1,0 +1,318 @@
+"""The synchronous core: sequences in, one ragged forward per `step`, tokens out. One thread may use it at a time.
+
+It owns the sequences, the block pool and the runner, and knows nothing of event loops or other processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from shared.engine.batch import SequenceRows
+from shared.engine.block_pool import BlockPool
+from shared.engine.config import EngineConfig
+from shared.engine.detokenizer import Detokenizer
+from shared.engine.errors import EngineError, PromptTooLong, SequenceTooLarge, UnknownSequence
+from shared.engine.runner import ModelRunner
+from shared.engine.sampler import choose_token
+from shared.engine.scheduler import Scheduler, Work
+from shared.engine.sequence import Sequence, SequenceStep, StepStats, StopReason
+from shared.engine.verification import verify
+from shared.protocol.blocks import KVLayout
+from shared.protocol.jobs import SamplingParams
+
+_PROMPT_TAIL = 8
+"""Ids of the prompt that the detokenizer sees as context of the first output token."""
+
+
+class Engine:
+    """Made by `Engine.load`. Life of a sequence: new_sequence, admit, [set_loaded], start, step ..., release."""
+
+    def __init__(self, config: EngineConfig, runner: ModelRunner, tokenizer: Tokenizer | None) -> None:
+        self.config = config
+        self.layout: KVLayout = runner.layout
+        self.pool = BlockPool(runner.cache.num_blocks)
+        self.eos_token_ids = runner.model.eos_token_ids
+        self.context_length = runner.model.context_length
+        self.vocab_size = runner.model.vocab_size
+        self.last_stats = StepStats(time.monotonic(), 0.0, 0, 0, 0, 0, 0)
+        self._runner = runner
+        self._tokenizer = tokenizer
+        self._scheduler = Scheduler(
+            self.pool,
+            block_tokens=config.block_tokens,
+            max_batch_tokens=config.max_batch_tokens,
+            max_running=config.max_running,
+            max_draft_tokens=config.max_draft_tokens,
+            on_allocate=runner.cache.clear,
+        )
+        self._sequences: dict[str, Sequence] = {}
+        self._arrivals = itertools.count()
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> Engine:
+        """Blocks for seconds. Raises UnsupportedModel, NumericsError or EngineError."""
+        runner = ModelRunner.load(config)
+        path = config.model_path / "tokenizer.json"
+        tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else None
+        return cls(config, runner, tokenizer)
+
+    # Sequences
+
+    def new_sequence(
+        self,
+        seq_id: str,
+        token_ids: list[int],
+        num_prompt: int,
+        params: SamplingParams,
+        *,
+        prefill_only: bool = False,
+        speculate: bool = True,
+        pause_after: int | None = None,
+        text: bool = True,
+    ) -> Sequence:
+        """Describe a sequence; it holds nothing yet. `token_ids` is the prompt and the output already known.
+
+        Known output is authoritative: it is replayed, never sampled again, and `text` of later steps goes on where it
+        stopped. When it already ends the sequence, `finish_reason` is set and the sequence need not be started.
+        `prefill_only` pauses after one sampled token, `pause_after` after that many. `text=False` skips
+        detokenization (and stop strings). Raises EngineError (bad ids, id in use), PromptTooLong, SequenceTooLarge.
+        """
+        if seq_id in self._sequences:
+            raise EngineError(f"sequence {seq_id} exists already; release it first")
+        if not 0 < num_prompt <= len(token_ids):
+            raise EngineError(f"sequence {seq_id}: num_prompt {num_prompt} is not within its {len(token_ids)} tokens")
+        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
+            raise EngineError(f"sequence {seq_id}: token ids must lie in 0 .. {self.vocab_size - 1}")
+        if num_prompt >= self.context_length:
+            raise PromptTooLong(
+                f"sequence {seq_id}: a prompt of {num_prompt} tokens leaves no room in a context of {self.context_length}"
+            )
+        max_length = min(self.context_length, num_prompt + params.max_tokens)
+        if self._scheduler.blocks_for(max_length) > self.pool.num_blocks:
+            raise SequenceTooLarge(
+                f"sequence {seq_id} may grow to {max_length} tokens; the KV cache holds "
+                f"{self.pool.num_blocks * self.config.block_tokens}: lower max_tokens or give it more memory"
+            )
+        sequence = Sequence(
+            seq_id=seq_id,
+            token_ids=list(token_ids[:num_prompt]),
+            num_prompt=num_prompt,
+            params=params,
+            max_length=max_length,
+            speculate=speculate,
+            pause_after=1 if prefill_only else pause_after,
+            detokenizer=self._detokenizer(token_ids[:num_prompt], params) if text else None,
+            arrival=next(self._arrivals),
+        )
+        self._advance(sequence, token_ids[num_prompt:])
+        self._sequences[seq_id] = sequence
+        return sequence
+
+    def admit(self, sequence: Sequence) -> None:
+        """Allocate blocks for the tokens known and one more, zeroed. Raises OutOfBlocks; then nothing is held."""
+        self._check_known(sequence)
+        self._scheduler.grow(sequence, min(len(sequence.token_ids) + 1, sequence.max_length))
+        if sequence.state == "new":
+            sequence.state = "admitted"
+
+    def block_buffer(self, block_id: int) -> Any:
+        """The block's `layout.block_bytes` bytes, writable, no copy: uint8 numpy array, on CUDA a device tensor."""
+        return self._runner.cache.buffer(block_id)
+
+    def set_loaded(self, sequence: Sequence, n_tokens: int) -> None:
+        """The KV of the first `n_tokens` was written into the blocks from outside. The last known token is always fed
+        again, since its logits are needed. Raises EngineError when that is more than the sequence has or holds."""
+        self._check_known(sequence)
+        if not 0 <= n_tokens <= min(len(sequence.token_ids), len(sequence.block_ids) * self.config.block_tokens):
+            raise EngineError(f"sequence {sequence.seq_id}: KV of {n_tokens} tokens does not fit what it has")
+        if sequence.state != "admitted":
+            raise UnknownSequence(f"sequence {sequence.seq_id} is {sequence.state}; only an admitted one can be loaded")
+        sequence.num_computed = min(n_tokens, len(sequence.token_ids) - 1)
+
+    def start(self, sequence: Sequence) -> None:
+        """Join the running batch from the next step on."""
+        self._check_known(sequence)
+        if sequence.state not in ("new", "admitted", "paused"):
+            raise UnknownSequence(f"sequence {sequence.seq_id} is {sequence.state} and cannot be started")
+        if sequence.finish_reason is not None:
+            raise EngineError(f"sequence {sequence.seq_id} has ended already: {sequence.finish_reason}")
+        sequence.num_sampled = 0
+        self._scheduler.add(sequence)
+
+    def propose(self, seq_id: str, start: int, token_ids: list[int]) -> None:
+        """Drafted tokens from absolute position `start` on; used in the next step if they agree with the sequence.
+
+        Never an error: a proposal for an unknown sequence, or one that does not fit, is dropped.
+        """
+        sequence = self._sequences.get(seq_id)
+        if sequence is not None and token_ids and 0 <= start <= len(sequence.token_ids):
+            limit = len(sequence.token_ids) - start + 4 * self.config.max_draft_tokens
+            sequence.proposal = (start, [t for t in token_ids[:limit] if 0 <= t < self.vocab_size])
+
+    def rewind(self, sequence: Sequence, token_ids: list[int], *, pause_after: int | None = None) -> None:
+        """Replace the sequence's tokens, keeping the KV of the common beginning, and start it again.
+
+        For drafting: back to the confirmed tokens, then on. Raises PromptTooLong, EngineError (fewer than the prompt).
+        """
+        self._check_known(sequence)
+        if len(token_ids) < sequence.num_prompt:
+            raise EngineError(f"sequence {sequence.seq_id}: cannot rewind into its prompt")
+        if len(token_ids) >= sequence.max_length:
+            raise PromptTooLong(f"sequence {sequence.seq_id}: {len(token_ids)} tokens leave no room for another")
+        common = _common_prefix(sequence.token_ids, token_ids)
+        self._scheduler.remove(sequence)
+        if sequence.detokenizer is not None:
+            sequence.detokenizer = self._detokenizer(token_ids[: sequence.num_prompt], sequence.params)
+        sequence.num_computed = min(sequence.num_computed, common, len(token_ids) - 1)
+        sequence.token_ids = list(token_ids[: sequence.num_prompt])
+        sequence.finish_reason = None
+        sequence.proposal = None
+        self._advance(sequence, token_ids[sequence.num_prompt :])
+        sequence.finish_reason = None
+        sequence.num_sampled = 0
+        sequence.pause_after = pause_after
+        self._scheduler.add(sequence)
+
+    def release(self, seq_id: str) -> None:
+        """Forget the sequence and free its blocks, whatever it is doing. Unknown ids are ignored."""
+        sequence = self._sequences.pop(seq_id, None)
+        if sequence is not None:
+            self._scheduler.release(sequence)
+            sequence.state = "released"
+
+    def abort(self, seq_id: str) -> None:
+        """The same as release: nothing more is computed for the sequence."""
+        self.release(seq_id)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._scheduler.running or self._scheduler.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._scheduler.waiting)
+
+    def active_ids(self) -> list[str]:
+        """Sequences that were started and have not ended."""
+        return [s.seq_id for s in (*self._scheduler.running, *self._scheduler.waiting)]
+
+    # Steps
+
+    def step(self) -> list[SequenceStep]:
+        """One forward over what the scheduler chose. Returns what happened to each sequence that took part."""
+        started_s = time.monotonic()
+        work = self._scheduler.schedule()
+        steps: list[SequenceStep] = []
+        if work:
+            logits = self._runner.forward([_rows(w) for w in work])
+            row = 0
+            for item in work:
+                rows = 1 + len(item.drafts) if item.samples else 0
+                steps.append(self._finish_work(item, logits[row : row + rows]))
+                row += rows
+        self.last_stats = StepStats(
+            started_s=started_s,
+            duration_s=time.monotonic() - started_s,
+            batch_tokens=sum(w.count + len(w.drafts) for w in work),
+            running=self.num_running,
+            waiting=self.num_waiting,
+            drafted=sum(s.drafted for s in steps),
+            accepted=sum(s.accepted for s in steps),
+        )
+        return steps
+
+    def _finish_work(self, work: Work, logits: NDArray[np.float32]) -> SequenceStep:
+        """`logits` [1 + drafts, vocabulary] of the last known token and the drafts; empty within a prompt."""
+        sequence = work.sequence
+        known = len(sequence.token_ids)
+        sequence.num_computed += work.count
+        new_ids: list[int] = []
+        text = ""
+        accepted = 0
+        if work.samples:
+            chosen, accepted = verify(
+                work.drafts, lambda i: choose_token(logits[i], sequence.params, position=known + i)
+            )
+            text = self._advance(sequence, chosen)
+            new_ids = sequence.token_ids[known:]
+            accepted = min(accepted, len(new_ids))
+            sequence.num_computed += accepted
+            sequence.num_sampled += len(new_ids)
+            if sequence.finish_reason is not None:
+                self._scheduler.remove(sequence)
+                sequence.state = "finished"
+            elif sequence.pause_after is not None and sequence.num_sampled >= sequence.pause_after:
+                self._scheduler.remove(sequence)
+                sequence.state = "paused"
+        return SequenceStep(
+            seq_id=sequence.seq_id,
+            first_index=known - sequence.num_prompt,
+            new_ids=new_ids,
+            text=text,
+            num_computed=sequence.num_computed,
+            finish_reason=sequence.finish_reason,
+            drafted=len(work.drafts),
+            accepted=accepted,
+        )
+
+    def _advance(self, sequence: Sequence, token_ids: list[int]) -> str:
+        """Append output tokens until one ends the sequence; those after it are dropped. Returns the visible text."""
+        text = ""
+        for token in token_ids:
+            sequence.token_ids.append(token)
+            detokenizer = sequence.detokenizer
+            reason: StopReason | None = None
+            if self._is_stop(token, sequence.params):
+                reason = "stop"
+            elif detokenizer is not None:
+                text += detokenizer.push(token)
+                reason = "stop" if detokenizer.stopped else None
+            if reason is None and len(sequence.token_ids) >= sequence.max_length:
+                reason = "length"
+            if reason is not None:
+                if detokenizer is not None:
+                    text += detokenizer.finish()
+                    reason = "stop" if detokenizer.stopped else reason
+                sequence.finish_reason = reason
+                break
+        return text
+
+    def _is_stop(self, token: int, params: SamplingParams) -> bool:
+        return token in params.stop_token_ids or (not params.ignore_eos and token in self.eos_token_ids)
+
+    def _detokenizer(self, prompt_ids: list[int], params: SamplingParams) -> Detokenizer:
+        if self._tokenizer is None:
+            raise EngineError(f"{self.config.model_path} has no tokenizer.json, so tokens cannot become text")
+        return Detokenizer(self._tokenizer, params.stop, prompt_ids[-_PROMPT_TAIL:])
+
+    def _check_known(self, sequence: Sequence) -> None:
+        if self._sequences.get(sequence.seq_id) is not sequence:
+            raise UnknownSequence(f"sequence {sequence.seq_id} is not known to this engine, or was released")
+
+
+def _rows(work: Work) -> SequenceRows:
+    sequence = work.sequence
+    start = sequence.num_computed
+    return SequenceRows(
+        token_ids=[*sequence.token_ids[start : start + work.count], *work.drafts],
+        start=start,
+        block_ids=sequence.block_ids,
+        num_logits=1 + len(work.drafts) if work.samples else 0,
+    )
+
+
+def _common_prefix(left: list[int], right: list[int]) -> int:
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return min(len(left), len(right))

@@ -1,0 +1,128 @@
+"""Reads a model directory through Transformers and prepares the modules for exact, fast forwards.
+
+Safetensors only, no code from the model's repository. What cannot be served raises UnsupportedModel in one line.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from shared.engine.activations import replace_activations
+from shared.engine.attention import ATTENTION_NAME, register
+from shared.engine.config import EngineConfig
+from shared.engine.errors import UnsupportedModel
+from shared.engine.norms import replace_norms
+from shared.engine.packed_linear import replace_linears
+from shared.engine.rotary import replace_rotary
+from shared.protocol.blocks import KVLayout
+
+_EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """`module(input_ids, position_ids, ...)` gives logits; `layout` still lacks the digest of the numerics."""
+
+    module: nn.Module
+    layout: KVLayout
+    query_heads: int
+    vocab_size: int
+    context_length: int
+    eos_token_ids: frozenset[int]
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Raises UnsupportedModel. Takes seconds: no compilation."""
+    path = config.model_path
+    register()
+    try:
+        hf_config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(f"no usable model configuration in {path}: {_one_line(error)}") from error
+    _check_config(hf_config)
+    dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        module = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=hf_config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UnsupportedModel(f"cannot load {path}: {_one_line(error)}") from error
+    module = module.eval().requires_grad_(False)
+    text = hf_config.get_text_config(decoder=True)
+    with torch.inference_mode(False), torch.no_grad():
+        if config.device == "cpu":
+            replace_linears(module, packed=config.dtype == "fp16-packed")
+            replace_norms(module)
+            replace_activations(module)
+        replace_rotary(module, str(hf_config.model_type))
+    module = module.to(config.device)
+    query_heads = int(text.num_attention_heads)
+    layout = KVLayout(
+        model=config.model_name,
+        fingerprint=config.fingerprint,
+        kv_dtype="bfloat16" if config.dtype == "bf16" else "float32",
+        layers=int(text.num_hidden_layers),
+        kv_heads=int(getattr(text, "num_key_value_heads", None) or query_heads),
+        head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // query_heads),
+        block_tokens=config.block_tokens,
+        rope=_canonical_rope(text),
+        numerics=f"{config.device}/{config.dtype}",
+    )
+    return LoadedModel(
+        module=module,
+        layout=layout,
+        query_heads=query_heads,
+        vocab_size=int(text.vocab_size),
+        context_length=int(text.max_position_embeddings),
+        eos_token_ids=_eos_token_ids(config, hf_config),
+    )
+
+
+def _check_config(config: Any) -> None:
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"model type {kind!r} is an encoder-decoder; only decoder-only models are served")
+    text = config.get_text_config(decoder=True)
+    for name in _EXPERT_FIELDS:
+        if (getattr(text, name, None) or 0) > 1:
+            raise UnsupportedModel(
+                f"model type {kind!r} is a mixture of experts: the rows that an expert sees depend on the batch"
+            )
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModel(f"model type {kind!r} with quantized weights is not served; give unquantized ones")
+    if getattr(text, "max_position_embeddings", None) is None:
+        raise UnsupportedModel(f"model type {kind!r} does not say how many positions it has")
+
+
+def _canonical_rope(config: Any) -> str:
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
+    return json.dumps(rope, sort_keys=True, separators=(",", ":"), default=str) if rope else ""
+
+
+def _eos_token_ids(config: EngineConfig, hf_config: Any) -> frozenset[int]:
+    found: set[int] = set()
+    sources = [hf_config]
+    if (config.model_path / "generation_config.json").is_file():
+        sources.append(GenerationConfig.from_pretrained(config.model_path, local_files_only=True))
+    for source in sources:
+        ids = getattr(source, "eos_token_id", None)
+        found.update([ids] if isinstance(ids, int) else ids or [])
+    return frozenset(found)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300]

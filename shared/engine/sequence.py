@@ -1,0 +1,82 @@
+"""One request inside the engine: its tokens, its blocks and how far its KV cache is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from shared.engine.detokenizer import Detokenizer
+from shared.protocol.jobs import SamplingParams
+
+StopReason = Literal["stop", "length"]
+State = Literal["new", "admitted", "waiting", "running", "paused", "finished", "released"]
+
+
+@dataclass(eq=False)
+class Sequence:
+    """State of one sequence; the engine changes it, others read it.
+
+    `token_ids` is the prompt and the output so far. The KV of the first `num_computed` of them lies in `block_ids`
+    (in order); the last token known is never computed before it is fed. `pause_after` parks the sequence once that many
+    tokens were sampled since it started. It ends with `length` at `max_length` tokens in all. `proposal` is the newest drafted run: (absolute position, token ids).
+
+    States: new -> admitted (holds blocks) -> waiting/running -> paused or finished -> released. A preempted sequence goes
+    from running to waiting without blocks.
+    """
+
+    seq_id: str
+    token_ids: list[int]
+    num_prompt: int
+    params: SamplingParams
+    max_length: int
+    speculate: bool
+    pause_after: int | None
+    detokenizer: Detokenizer | None
+    arrival: int
+    state: State = "new"
+    num_computed: int = 0
+    num_sampled: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    proposal: tuple[int, list[int]] | None = None
+    finish_reason: StopReason | None = None
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens known whose KV is not computed yet: 1 while decoding, more while prefilling."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt :]
+
+
+@dataclass(frozen=True)
+class SequenceStep:
+    """What one step did for one sequence.
+
+    `new_ids` are the output tokens `first_index ..`; empty while a prompt is still being computed. `text` is what they
+    add to the visible text. `num_computed` tokens of KV are now final in the sequence's blocks. `drafted` rows were
+    verified, `accepted` of them were right.
+    """
+
+    seq_id: str
+    first_index: int
+    new_ids: list[int]
+    text: str
+    num_computed: int
+    finish_reason: StopReason | None
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One step as a whole. `started_s` is on the monotonic clock; `batch_tokens` counts real rows, not padding."""
+
+    started_s: float
+    duration_s: float
+    batch_tokens: int
+    running: int
+    waiting: int
+    drafted: int
+    accepted: int

@@ -1,0 +1,93 @@
+"""Stores a sequence's KV blocks as they fill, in the background, while the engine computes on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import structlog
+
+from shared.blocks import BlockKey, KVClient, checksums
+from shared.engine import Sequence
+from shared.protocol.blocks import BlockRef
+from shared.telemetry import attributes as attr
+from shared.telemetry import record_span
+from shared.worker.engine_host import EngineHost
+
+MAX_BLOCKS_PER_PUT = 16
+
+log = structlog.get_logger(__name__)
+
+
+class BlockPush:
+    """Pushes one sequence's blocks in order; the sequence must hold them until `finish` or `abandon` returns.
+
+    `keys` may grow through `extend` as tokens are generated. A block that no store took has no places in its ref:
+    whoever needs it computes it again.
+    """
+
+    def __init__(self, host: EngineHost, kv: KVClient, sequence: Sequence, lease_id: str, lease_s: float) -> None:
+        self._host = host
+        self._kv = kv
+        self._sequence = sequence
+        self._lease_id = lease_id
+        self._lease_s = lease_s
+        self._refs: list[BlockRef] = []
+        self._wanted: list[BlockKey] = []
+        self._more = asyncio.Event()
+        self._closing = False
+        self._task = asyncio.create_task(self._run(), name=f"push-{lease_id}")
+
+    @property
+    def block_count(self) -> int:
+        """Blocks stored or queued so far; the next one to offer has this index."""
+        return len(self._refs) + len(self._wanted)
+
+    def already_stored(self, refs: list[BlockRef]) -> None:
+        """Blocks that came from a store need no push. Call before the first `offer`."""
+        self._refs += refs
+
+    def offer(self, keys: list[BlockKey]) -> None:
+        """Blocks that are full now (or final), in order behind those offered before."""
+        if keys:
+            self._wanted += keys
+            self._more.set()
+
+    async def finish(self) -> list[BlockRef]:
+        """Wait until all that was offered is stored or refused; the refs of all blocks in order."""
+        self._closing = True
+        self._more.set()
+        await self._task
+        return self._refs
+
+    async def abandon(self) -> None:
+        """Stop after the exchange in flight: afterwards nothing reads the sequence's blocks any more."""
+        self._wanted.clear()
+        await self.finish()
+
+    async def _run(self) -> None:
+        while True:
+            if not self._wanted:
+                if self._closing:
+                    return
+                self._more.clear()
+                await self._more.wait()
+                continue
+            keys = self._wanted[:MAX_BLOCKS_PER_PUT]
+            self._refs += await self._put(keys)
+            del self._wanted[: len(keys)]
+
+    async def _put(self, keys: list[BlockKey]) -> list[BlockRef]:
+        began = time.time()
+        first = len(self._refs)
+        ids = self._sequence.block_ids[first : first + len(keys)]
+        buffers = [self._host.block_buffer(block_id) for block_id in ids]
+        sums = await checksums(buffers)
+        refs = await self._kv.put(self._lease_id, self._lease_s, list(zip(keys, buffers, sums, strict=True)))
+        record_span(
+            "kv.put",
+            began,
+            time.time(),
+            attributes={attr.BLOCKS: len(keys), attr.BLOCK_HITS: sum(1 for ref in refs if ref.places)},
+        )
+        return refs

@@ -1,0 +1,168 @@
+"""An engine as a worker uses it: loaded off the event loop, with a queue of steps per sequence and waiting for room."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import structlog
+import torch
+
+from shared.engine import AsyncEngine, Engine, EngineConfig, OutOfBlocks, Sequence, SequenceStep, StepStats
+from shared.engine.config import Dtype
+from shared.models import ModelFiles, resolve_model
+from shared.protocol.blocks import KVLayout
+from shared.settings import EngineSettings
+from shared.telemetry.metrics import EngineMetrics
+from shared.worker.step_feed import StepFeed
+
+ROOM_CHECK_S = 0.25
+"""How often a sequence that waits for blocks looks again, besides each time that blocks are freed."""
+
+GIB = 1 << 30
+
+log = structlog.get_logger(__name__)
+
+
+class StepListener(Protocol):
+    def __call__(self, steps: list[SequenceStep], stats: StepStats) -> None: ...
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """What one forward may hold: sequences, tokens, and drafted tokens of one sequence."""
+
+    sequences: int
+    tokens: int
+    drafts: int = 0
+
+
+@dataclass(frozen=True)
+class PoolUse:
+    total: int
+    used: int
+
+
+class EngineHost:
+    """Owner of the engine of one worker process.
+
+    Sequences are admitted (blocks allocated), started, fed to whoever opened their queue in `feed`, and released.
+    """
+
+    def __init__(self, engine: Engine, model: ModelFiles, metrics: EngineMetrics) -> None:
+        self.model = model
+        self.layout: KVLayout = engine.layout
+        self.feed = StepFeed()
+        self._metrics = metrics
+        self._freed = asyncio.Event()
+        self._listeners: list[StepListener] = []
+        self._engine = engine
+        self.async_engine = AsyncEngine(engine, on_steps=self._on_steps, on_failure=self.feed.fail)
+
+    @classmethod
+    async def load(
+        cls, settings: EngineSettings, model_name: str, sizes: BatchSizes, metrics: EngineMetrics
+    ) -> EngineHost:
+        """Resolve the model and load it in a thread. Raises the named errors of `shared.models` and `shared.engine`."""
+        began = time.monotonic()
+        model = await asyncio.to_thread(resolve_model, model_name)
+        engine = await asyncio.to_thread(Engine.load, engine_config(settings, model, sizes))
+        took_s = round(time.monotonic() - began, 1)
+        log.info("engine_loaded", model=model.name, layout=engine.layout.layout_id, took_s=took_s)
+        return cls(engine, model, metrics)
+
+    def start(self) -> None:
+        self.async_engine.start()
+
+    async def stop(self) -> None:
+        await self.async_engine.stop()
+
+    def listen(self, listener: StepListener) -> None:
+        """Call back on the event loop after each step, beside the feed."""
+        self._listeners.append(listener)
+
+    @property
+    def progress_unix_s(self) -> float:
+        return self.async_engine.progress_unix_s
+
+    @property
+    def context_length(self) -> int:
+        return self._engine.context_length
+
+    @property
+    def pool(self) -> PoolUse:
+        """Blocks of the pool; read from the event loop, so it may lag the engine by a step."""
+        return PoolUse(self._engine.pool.num_blocks, self._engine.pool.num_used)
+
+    async def new_sequence(self, *args: Any, **kwargs: Any) -> Sequence:
+        """`Engine.new_sequence` in the engine thread."""
+        return await self.async_engine.call(lambda engine: engine.new_sequence(*args, **kwargs))
+
+    async def admit(self, sequence: Sequence) -> None:
+        """Allocate the sequence's blocks, waiting for room as long as the caller lets it."""
+        while True:
+            self._freed.clear()
+            try:
+                await self.async_engine.call(lambda engine: engine.admit(sequence))
+                return
+            except OutOfBlocks:
+                try:
+                    async with asyncio.timeout(ROOM_CHECK_S):
+                        await self._freed.wait()
+                except TimeoutError:
+                    continue
+
+    def block_buffer(self, block_id: int) -> Any:
+        """The block's bytes inside the paged cache, to be read or written while the sequence holds it."""
+        return self._engine.block_buffer(block_id)
+
+    async def begin(self, sequence: Sequence, loaded_tokens: int) -> None:
+        """Tell how much of its KV cache was loaded and let it join the batch."""
+
+        def start(engine: Engine) -> None:
+            if loaded_tokens:
+                engine.set_loaded(sequence, loaded_tokens)
+            engine.start(sequence)
+
+        await self.async_engine.call(start)
+
+    async def release(self, sequence: Sequence) -> None:
+        """Give the blocks back. Idempotent; also ends a running sequence."""
+        self.feed.close(sequence.seq_id)
+        await self.async_engine.call(lambda engine: engine.release(sequence.seq_id))
+        self._freed.set()
+
+    def _on_steps(self, steps: list[SequenceStep], stats: StepStats) -> None:
+        self._metrics.step_seconds.observe(stats.duration_s)
+        self._metrics.batch_tokens.observe(stats.batch_tokens)
+        self._metrics.num_running.set(stats.running)
+        self._metrics.num_waiting.set(stats.waiting)
+        self._metrics.kv_cache_usage.set(self.pool.used / max(self.pool.total, 1))
+        self.feed.deliver(steps)
+        for listener in self._listeners:
+            listener(steps, stats)
+
+
+def engine_config(settings: EngineSettings, model: ModelFiles, sizes: BatchSizes) -> EngineConfig:
+    """The engine's part of a service's settings, with `auto` decided for this machine."""
+    device: Literal["cpu", "cuda"] = "cuda" if torch.cuda.is_available() else "cpu"
+    if settings.device != "auto":
+        device = settings.device
+    dtype: Dtype = "bf16" if device == "cuda" else "fp16-packed"
+    if settings.dtype != "auto":
+        dtype = settings.dtype
+    return EngineConfig(
+        model_path=model.path,
+        model_name=model.name,
+        fingerprint=model.fingerprint,
+        device=device,
+        dtype=dtype,
+        threads=settings.threads,
+        block_tokens=settings.block_tokens,
+        kv_memory_bytes=int(settings.kv_memory_gib * GIB),
+        max_batch_tokens=sizes.tokens,
+        max_running=sizes.sequences,
+        max_draft_tokens=sizes.drafts,
+    )

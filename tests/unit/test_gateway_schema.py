@@ -1,0 +1,192 @@
+"""The OpenAI request bodies: strict, total, and precise about what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.errors import ApiError
+from services.gateway.openai_schema import GenerationCall, Messages, TokenIds, parse_call, parse_json
+from shared.protocol.records import Api
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+TEXT: dict[str, Any] = {"model": "m", "prompt": "hi"}
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+known = sorted(
+    {"model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p"}
+    | {"seed", "stop", "stop_token_ids", "ignore_eos", "stream", "stream_options", "user", "speculation", "priority"}
+    | {"n", "tools", "logprobs", "response_format", "logit_bias", "metadata", "echo", "suffix"}
+)
+
+
+T = TypeVar("T")
+
+
+def attempt(work: Callable[[], T]) -> T | ApiError:
+    """What a call returns or refuses with; anything else it raises is a failure of the test."""
+    try:
+        return work()
+    except ApiError as error:
+        return error
+
+
+def refusal(fields: dict[str, Any], api: Api = "chat") -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        parse_call(fields, api)
+    return caught.value
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_json_object_or_a_400(body: bytes) -> None:
+    result = attempt(lambda: parse_json(body))
+    if isinstance(result, ApiError):
+        assert (result.status, result.code) == (400, "invalid_json")
+    else:
+        assert isinstance(result, dict)
+
+
+@given(st.dictionaries(st.text(max_size=10), json_values, max_size=5))
+def test_what_json_writes_is_read_back_unless_it_holds_what_json_does_not_know(fields: dict[str, Any]) -> None:
+    try:
+        text = json.dumps(fields, allow_nan=False).encode("utf-8")
+    except ValueError:
+        return
+    result = attempt(lambda: parse_json(text))
+    if isinstance(result, ApiError):
+        assert result.code == "invalid_json"  # numbers beyond the range of floats, lone surrogates
+    else:
+        assert json.loads(json.dumps(result)) == json.loads(text)
+
+
+@given(
+    st.sampled_from(["chat", "completion"]),
+    st.dictionaries(st.sampled_from(known) | st.text(max_size=6), json_values, max_size=6),
+)
+def test_any_json_object_is_a_call_or_a_400_that_names_a_field_of_it(api: Api, fields: dict[str, Any]) -> None:
+    body = {**(CHAT if api == "chat" else TEXT), **fields}
+    call = attempt(lambda: parse_call(body, api))
+    if isinstance(call, ApiError):
+        assert call.status == 400
+        root = (call.param or "").replace("[", ".").split(".")[0]
+        assert root in {*(key.replace("[", ".").split(".")[0] for key in body), "messages", "prompt", "model"}
+    else:
+        assert isinstance(call, GenerationCall)
+        assert call.max_tokens is None or call.max_tokens >= 1
+        assert 0 <= call.temperature <= 2
+        assert 0 < call.top_p <= 1
+        assert call.seed is None or 0 <= call.seed < 2**63
+
+
+NEUTRAL = {
+    "n": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0.0,
+    "logit_bias": {},
+    "logprobs": False,
+    "top_logprobs": 0,
+    "tools": [],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "metadata": {},
+    "store": False,
+    "service_tier": "auto",
+    "repetition_penalty": 1.0,
+}
+
+
+@given(st.sets(st.sampled_from(sorted(NEUTRAL))), st.booleans())
+def test_neutral_values_of_unsupported_parameters_change_nothing(names: set[str], null: bool) -> None:
+    fields = {name: None if null else NEUTRAL[name] for name in names}
+    assert parse_call({**CHAT, **fields}, "chat") == parse_call(CHAT, "chat")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n", 2),
+        ("n", True),
+        ("presence_penalty", 0.1),
+        ("logit_bias", {"5": 1}),
+        ("logprobs", True),
+        ("tools", [{}]),
+        ("tool_choice", "required"),
+        ("response_format", {"type": "json_object"}),
+        ("prediction", {"type": "content", "content": "x"}),
+        ("store", True),
+        ("metadata", {"a": "b"}),
+    ],
+)
+def test_an_unsupported_parameter_that_asks_for_something_is_refused_by_name(name: str, value: object) -> None:
+    error = refusal({**CHAT, name: value})
+    assert (error.status, error.param, error.code) == (400, name, "unsupported_parameter")
+
+
+@pytest.mark.parametrize("name", ["tool_calls", "name", "function_call", "tool_call_id", "audio"])
+def test_unsupported_message_fields_are_refused_with_their_place(name: str) -> None:
+    messages = [*CHAT["messages"], {"role": "assistant", "content": "x", name: [{"id": "1"}]}]
+    assert refusal({**CHAT, "messages": messages}).param == f"messages[1].{name}"
+
+
+def test_an_answer_sent_back_as_it_came_is_accepted() -> None:
+    answer: dict[str, Any] = {
+        "role": "assistant",
+        "content": "x",
+        "refusal": None,
+        "annotations": [],
+        "tool_calls": None,
+        "audio": None,
+    }
+    call = parse_call({**CHAT, "messages": [*CHAT["messages"], answer]}, "chat")
+    assert call.prompt == Messages([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x"}])
+
+
+def test_prompts_of_one_are_unwrapped_and_several_refused() -> None:
+    assert parse_call({**TEXT, "prompt": ["x"]}, "completion").prompt == "x"
+    assert parse_call({**TEXT, "prompt": [5, 6]}, "completion").prompt == TokenIds([5, 6])
+    assert parse_call({**TEXT, "prompt": [[5, 6]]}, "completion").prompt == TokenIds([5, 6])
+    several: list[Any] = [["a", "b"], [[1], [2]], [1, "a"], [True], [[]], [""], [], "", 5, {}]
+    for prompt in several:
+        assert refusal({**TEXT, "prompt": prompt}, "completion").param == "prompt"
+
+
+def test_both_names_of_the_output_limit_work_and_may_not_differ() -> None:
+    assert parse_call({**CHAT, "max_tokens": 3}, "chat").max_tokens == 3
+    assert parse_call({**CHAT, "max_completion_tokens": 4}, "chat").max_tokens == 4
+    assert parse_call({**CHAT, "max_tokens": 5, "max_completion_tokens": 5}, "chat").max_tokens == 5
+    assert refusal({**CHAT, "max_tokens": 5, "max_completion_tokens": 6}).param == "max_completion_tokens"
+    assert refusal({**TEXT, "max_completion_tokens": 6}, "completion").param == "max_completion_tokens"
+
+
+def test_the_digest_tells_what_decides_the_output_from_what_does_not() -> None:
+    digest = parse_call(CHAT, "chat").digest
+    same: list[dict[str, Any]] = [
+        {"stream": True},
+        {"stream": True, "stream_options": {"include_usage": True}},
+        {"user": "u"},
+        {"priority": "low"},
+        {"n": 1},
+        {"temperature": None},
+    ]
+    for fields in same:
+        assert parse_call({**CHAT, **fields}, "chat").digest == digest
+    other: list[dict[str, Any]] = [{"seed": 1}, {"temperature": 0}, {"max_tokens": 5}, {"stop": "x"}]
+    digests = {parse_call({**CHAT, **fields}, "chat").digest for fields in other}
+    assert len(digests | {digest}) == len(other) + 1
+
+
+def test_a_refusal_never_quotes_the_prompt() -> None:
+    secret = "zebra" * 20
+    for fields in ({"temperature": secret}, {"stop": [1, secret]}, {"messages": [{"role": secret, "content": secret}]}):
+        assert "zebra" not in refusal({**CHAT, **fields}).message
