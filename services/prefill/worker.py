@@ -127,8 +127,9 @@ class PrefillWorker:
         request = holding.request
         keys = block_keys(self._host.layout.layout_id, request.salt, request.prompt_ids, self._settings.block_tokens)
         if holding.state.output_ids:  # an earlier holder wrote the first token and died before its hand-over
-            refs = await self._kv.find([key.key for key in keys])
-            await self._hand_over(holding, list(keys), refs, holding.state.output_ids, cached_tokens=0)
+            stored = await self._kv.find([key.key for key in keys])
+            await self._kv.lease(request.request_id, [ref.key for ref in stored if ref], self._lease_s(request))
+            await self._hand_over(holding, keys, stored, holding.state.output_ids, cached_tokens=0)
             return
         sequence = await self._host.new_sequence(
             request.request_id,
@@ -161,7 +162,7 @@ class PrefillWorker:
                 return
             push.offer(list(keys[push.block_count :]))
             refs = await push.finish()
-            await self._hand_over(holding, list(keys), refs, list(final.new_ids), cached)
+            await self._hand_over(holding, keys, refs, list(final.new_ids), cached)
         finally:
             if push is not None:
                 await asyncio.shield(push.abandon())

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -63,7 +63,9 @@ def fresh_seed() -> int:
 class GatewayProcess:
     """`python -m services.gateway` as its own process, on a free port, logging JSON to a file."""
 
-    def __init__(self, nats_url: str, model: Path, directory: Path, **settings: str) -> None:
+    def __init__(
+        self, nats_url: str, model: Path, directory: Path, *, env: Mapping[str, str] | None = None, **settings: str
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.log_path = directory / f"gateway-{time.monotonic_ns()}.log"
         self._env = {
@@ -74,6 +76,7 @@ class GatewayProcess:
             "HEADRACE_NATS_WAIT_S": "10",
             "HEADRACE_SWEEP_INTERVAL_S": "0.3",
             **{f"HEADRACE_{name.upper()}": value for name, value in settings.items()},
+            **(env or {}),
         }
         self.process: subprocess.Popen[bytes] | None = None
         self.url = ""

@@ -52,7 +52,7 @@ def start(nats_url: str, directory: Path) -> Iterator[Start]:
     """Starts gateways, and stops those that still run at the end."""
     started: list[GatewayProcess] = []
 
-    def make(model: str = "tiny", url: str = nats_url, **settings: str) -> GatewayProcess:
+    def make(model: str = "tiny", url: str = nats_url, **settings: Any) -> GatewayProcess:
         started.append(GatewayProcess(url, directory / model, directory, **settings).start())
         return started[-1]
 

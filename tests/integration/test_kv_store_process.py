@@ -127,7 +127,7 @@ async def test_blocks_are_found_through_the_index_and_without_it(stand: Stand) -
     keys = [key.key for key, _, _ in sent]
 
     async def indexed() -> bool:
-        return None not in await stand.client.find(keys)
+        return len(await stand.index.lookup(keys)) == len(keys)
 
     await eventually(indexed)
     for client in (stand.client, stand.blind):
@@ -305,7 +305,7 @@ async def test_an_emptied_redis_is_filled_again_within_seconds(stand: Stand) -> 
     keys = [key.key for key, _, _ in sent]
 
     async def indexed() -> bool:
-        return None not in await stand.client.find(keys)
+        return len(await stand.index.lookup(keys)) == len(keys)
 
     await eventually(indexed)
     async with redis.asyncio.Redis.from_url(stand.redis.url) as client:
@@ -320,7 +320,7 @@ async def test_blocks_that_were_evicted_leave_the_index(stand: Stand) -> None:
     await put_all(stand.client, blocks(4, "new"))
 
     async def gone() -> bool:
-        return await stand.client.find([key.key for key, _, _ in old]) == [None] * 4
+        return stand.index.available and not await stand.index.lookup([key.key for key, _, _ in old])
 
     await eventually(gone)
 

@@ -213,9 +213,11 @@ async def test_after_a_time_out_nobody_writes_into_the_buffers_any_more(transpor
     into = [np.zeros(1_000_000, np.uint8) for _ in range(40)]
     peer.signal(signal.SIGSTOP)
     await connection.send_header(b"send 40 1000000")
+    tasks_before = asyncio.all_tasks()
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(connection.receive_buffers(into), 0.5)
     assert connection.closed
+    assert asyncio.all_tasks() == tasks_before  # UCX has given up every request, not only been told to
     for buffer in into:
         buffer[:] = 0xEE
     peer.signal(signal.SIGCONT)
@@ -229,6 +231,7 @@ async def test_after_a_cancelled_receive_nobody_writes_into_the_buffers_any_more
     connection = await connect(transport, peer)
     into = [np.zeros(500_000, np.uint8) for _ in range(3)]
     await connection.send_header(b"half 3 500000")
+    tasks_before = asyncio.all_tasks()
     receiving = asyncio.create_task(connection.receive_buffers(into))
     async with asyncio.timeout(TIMEOUT_S):
         while not np.array_equal(into[0], pattern(0, 500_000)):  # noqa: ASYNC110 - memory gives no event
@@ -237,6 +240,7 @@ async def test_after_a_cancelled_receive_nobody_writes_into_the_buffers_any_more
     with pytest.raises(asyncio.CancelledError):
         await receiving
     assert connection.closed
+    assert asyncio.all_tasks() == tasks_before
     into[1][:] = 0xEE
     await asyncio.sleep(0.5)
     assert (into[1] == 0xEE).all()
@@ -248,6 +252,7 @@ async def test_a_cancelled_transfer_can_be_cancelled_again_and_still_ends_settle
     connection = await connect(transport, peer)
     await connection.send_header(b"half 3 500000")
     into = [np.zeros(500_000, np.uint8) for _ in range(3)]
+    tasks_before = asyncio.all_tasks()
     receiving = asyncio.create_task(connection.receive_buffers(into))
     await asyncio.sleep(0.3)
     for _ in range(3):
@@ -255,6 +260,7 @@ async def test_a_cancelled_transfer_can_be_cancelled_again_and_still_ends_settle
         await asyncio.sleep(0)
     with pytest.raises(asyncio.CancelledError):
         await receiving
+    assert asyncio.all_tasks() == tasks_before
 
 
 async def test_buffers_with_gaps_or_without_write_permission_are_refused(
