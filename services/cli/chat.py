@@ -18,7 +18,7 @@ _HELP = "Ctrl-C stops an answer, Ctrl-D leaves, /new begins anew"
 
 
 class Chat:
-    """One conversation with its history. `ask` yields the answer's text in pieces and remembers it."""
+    """One conversation. `ask` yields the answer's text in pieces; `history` holds the messages so far."""
 
     def __init__(self, url: str, model: str, *, system: str, options: dict[str, Any], api_key: str) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -32,11 +32,11 @@ class Chat:
         self._model = model
         self._system = system
         self._options = options
-        self._messages: list[dict[str, str]] = []
+        self.history: list[dict[str, str]] = []
         self.forget()
 
     def forget(self) -> None:
-        self._messages = [{"role": "system", "content": self._system}] if self._system else []
+        self.history = [{"role": "system", "content": self._system}] if self._system else []
 
     def close(self) -> None:
         self._http.close()
@@ -53,7 +53,7 @@ class Chat:
 
     def ask(self, question: str) -> Iterator[str]:
         """Raises ChatFailed. What was received when the caller stops iterating is kept as the answer."""
-        self._messages.append({"role": "user", "content": question})
+        self.history.append({"role": "user", "content": question})
         answer = ""
         try:
             for piece in self._stream():
@@ -61,14 +61,14 @@ class Chat:
                 yield piece
         except ChatFailed:
             if not answer:
-                self._messages.pop()
+                self.history.pop()
             raise
         finally:
             if answer:
-                self._messages.append({"role": "assistant", "content": answer})
+                self.history.append({"role": "assistant", "content": answer})
 
     def _stream(self) -> Iterator[str]:
-        body = {"model": self.model(), "messages": self._messages, "stream": True, **self._options}
+        body = {"model": self.model(), "messages": self.history, "stream": True, **self._options}
         try:
             with self._http.stream("POST", "/v1/chat/completions", json=body) as reply:
                 if reply.is_error:

@@ -18,7 +18,7 @@ STORE_BYTES = 500_000_000
 _PROCESS_BYTES = 350_000_000
 """Code and libraries of one torch process."""
 _LIGHT_PROCESS_BYTES = 100_000_000
-_LOADING_FACTOR = 1.6
+_LOADING_FACTOR = 2.0
 """Weights as read and weights as packed are in memory together while a worker loads."""
 
 
@@ -63,12 +63,14 @@ def require_disk(home: Path) -> None:
         )
 
 
-def memory_needed(spec: StackSpec, weights_bytes: int, draft_weights_bytes: int, kv_memory_gib: float) -> int:
+def memory_needed(
+    spec: StackSpec, *, weights_bytes: int, draft_weights_bytes: int, kv_memory_gib: float, store_memory_gib: float
+) -> int:
     """Bytes that the stack will have in use at most, estimated from the sizes of the weights on disk."""
     workers = spec.counts.get("prefill", 0) + spec.counts.get("decode", 0)
     worker_bytes = _PROCESS_BYTES + weights_bytes * _LOADING_FACTOR + kv_memory_gib * (1 << 30)
     draft_bytes = _PROCESS_BYTES + draft_weights_bytes * _LOADING_FACTOR
-    stores_bytes = spec.counts.get("kvstore", 0) * (_LIGHT_PROCESS_BYTES + (1 << 30))
+    stores_bytes = spec.counts.get("kvstore", 0) * (_LIGHT_PROCESS_BYTES + store_memory_gib * (1 << 30))
     rest_bytes = (spec.counts.get("gateway", 0) + len(spec.servers)) * _LIGHT_PROCESS_BYTES
     return int(workers * worker_bytes + spec.counts.get("draft", 0) * draft_bytes + stores_bytes + rest_bytes)
 

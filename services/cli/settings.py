@@ -37,6 +37,7 @@ class CliSettings(BaseSettings):
         default=1, ge=1, description="Compute threads of each worker; more than one core each is 10x slower"
     )
     kv_memory_gib: float = Field(default=1.0, gt=0, description="Memory of each worker's KV cache in GiB")
+    store_memory_gib: float = Field(default=1.0, gt=0, description="Memory of each KV store in GiB")
     start_timeout_s: float = Field(default=300.0, gt=0, description="How long `up` waits for the pipeline to answer")
     api_key: SecretStr = Field(
         default=SecretStr(""), description="Sent by `headrace chat` when the gateway asks for keys"

@@ -16,6 +16,8 @@ STOP_WAIT_S = 30
 """After SIGTERM an instance has this long to hand its work back; then it is killed."""
 SERVICE_START_S = 3
 """An instance that lives this long counts as started: its next restart is immediate again, not backed off."""
+_ONE_PER_PROCESS = frozenset({"HEADRACE_METRICS_PORT", "HEADRACE_STORE_PORT", "HEADRACE_INSTANCE"})
+"""Cannot be the same for all instances of a machine: each takes a free port, and its name from the stack."""
 _RETRIES = 1000
 """Waits between early deaths grow by a second each; after this many the instance is given up."""
 
@@ -48,10 +50,13 @@ def render_config(spec: StackSpec, home: Home, binaries: Binaries) -> str:
 
 
 def service_environment(spec: StackSpec, secret: str, threads: int, inherited: Mapping[str, str]) -> dict[str, str]:
-    """What the supervisor and all that it starts see: the caller's environment with the stack's variables on top."""
+    """What the supervisor and all that it starts see: the caller's environment with the stack's variables on top.
+
+    A secret of the caller's wins over `secret`: workers of several machines must share one.
+    """
     one_pool = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
     return {
-        **inherited,
+        **{name: value for name, value in inherited.items() if name not in _ONE_PER_PROCESS},
         **one_pool,
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -60,7 +65,7 @@ def service_environment(spec: StackSpec, secret: str, threads: int, inherited: M
         "HEADRACE_DRAFT_MODEL": spec.draft_model,
         "HEADRACE_NATS_URL": spec.nats_url,
         "HEADRACE_REDIS_URL": spec.redis_url,
-        "HEADRACE_SECRET": secret,
+        "HEADRACE_SECRET": inherited.get("HEADRACE_SECRET") or secret,
     }
 
 

@@ -104,7 +104,15 @@ def _start(home: Home, settings: CliSettings, counts: dict[Stage, int], console:
     files = _model(spec.model, console)
     draft = _model(spec.draft_model, console) if spec.draft_model else None
     draft_bytes = _weights(draft) if draft else 0
-    require_memory(memory_needed(spec, _weights(files), draft_bytes, settings.kv_memory_gib))
+    require_memory(
+        memory_needed(
+            spec,
+            weights_bytes=_weights(files),
+            draft_weights_bytes=draft_bytes,
+            kv_memory_gib=settings.kv_memory_gib,
+            store_memory_gib=settings.store_memory_gib,
+        )
+    )
     say(f"state in {home.root}")
     stack = launch(home, spec, settings.threads, say)
     try:

@@ -6,7 +6,7 @@ Core NATS, no waiting, no retries: a lost message costs one proposal. Nothing he
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 import nats.errors
@@ -20,6 +20,7 @@ from shared.engine import AsyncEngine
 from shared.protocol.drafts import DraftContext, decode_proposal, encode_draft
 from shared.protocol.jobs import GenerationRequest
 from shared.protocol.subjects import draft_subject, proposal_subject
+from shared.telemetry import inject_headers
 
 LOOK_AHEAD = 2
 """A proposal arrives while the next step already runs, so it covers this many times the wanted length."""
@@ -34,9 +35,9 @@ class _Drafted:
     request: GenerationRequest
     length: DraftLength
     token_ids: list[int]
+    trace_headers: dict[str, str]
     drafter: str = ""
     sent: int = 0
-    proposers: dict[str, int] = field(default_factory=dict)
     last_proposer: str = ""
 
 
@@ -59,7 +60,7 @@ class DraftLink:
         """A sequence begins (or resumes) with these tokens."""
         if self._settings.speculation == "auto" and request.speculation == "auto":
             self._sequences[request.request_id] = _Drafted(
-                request, DraftLength(self._settings.max_draft_tokens), list(token_ids)
+                request, DraftLength(self._settings.max_draft_tokens), list(token_ids), inject_headers()
             )
 
     async def grew(self, request_id: str, new_ids: list[int], drafted: int, accepted: int) -> str:
@@ -97,7 +98,7 @@ class DraftLink:
             top_k=params.top_k,
             min_p=params.min_p,
         )
-        if await self._send(drafter, context):
+        if await self._send(drafter, context, sequence.trace_headers if sequence.sent == 0 else None):
             sequence.sent = len(sequence.token_ids)
 
     async def leave(self, request_id: str) -> None:
@@ -116,11 +117,13 @@ class DraftLink:
             return None
         return max(live, key=lambda name: hashlib.blake2b(f"{name}/{request_id}".encode(), digest_size=8).digest())
 
-    async def _send(self, drafter: str, context: DraftContext) -> bool:
+    async def _send(self, drafter: str, context: DraftContext, headers: dict[str, str] | None = None) -> bool:
         if not self._bus.connected:  # a context is worth nothing after a reconnect
             return False
         try:
-            await self._bus.client.publish(draft_subject(self._model, drafter), encode_draft(context))
+            await self._bus.client.publish(
+                draft_subject(self._model, drafter), encode_draft(context), headers=headers or None
+            )
         except nats.errors.Error as error:
             log.warning("context_not_sent", request_id=context.request_id, error=str(error))
             return False

@@ -11,6 +11,7 @@ import msgspec
 import nats.errors
 import structlog
 from nats.aio.msg import Msg
+from opentelemetry.context import Context
 
 from services.draft.model_proposer import ModelProposer, ModelTask
 from services.draft.prompt_lookup import PromptLookup
@@ -20,6 +21,8 @@ from shared.engine import EngineError
 from shared.protocol.drafts import DraftContext, Proposal, decode_context, encode_draft
 from shared.protocol.jobs import SamplingParams
 from shared.protocol.subjects import draft_subject
+from shared.telemetry import attributes as attr
+from shared.telemetry import extract_context, record_span
 from shared.telemetry.metrics import DraftMetrics
 from shared.worker.engine_host import EngineHost
 
@@ -35,6 +38,9 @@ class _Known:
     lookup: PromptLookup = field(default_factory=PromptLookup)
     question: DraftContext | None = None
     asked_s: float = 0.0
+    trace: Context | None = None
+    since_unix_s: float = field(default_factory=time.time)
+    proposed: int = 0
 
 
 class DraftService:
@@ -89,7 +95,7 @@ class DraftService:
             return
         known = self._known.get(context.request_id)
         if known is None or context.start == 0:
-            known = self._known[context.request_id] = _Known()
+            known = self._known[context.request_id] = _Known(trace=extract_context(message.headers))
         self._known.move_to_end(context.request_id)
         if context.start > len(known.lookup):
             del self._known[context.request_id]
@@ -139,6 +145,7 @@ class DraftService:
     ) -> None:
         self._metrics.proposed_tokens.labels(proposer).inc(len(guess))
         self._metrics.propose_seconds.labels(proposer).observe(time.monotonic() - known.asked_s)
+        known.proposed += len(guess)
         position = len(known.lookup) if start is None else start
         await self._send(question, Proposal(question.request_id, position, guess, proposer))
 
@@ -151,7 +158,15 @@ class DraftService:
             log.warning("proposal_not_sent", request_id=question.request_id, error=str(error))
 
     async def _forget(self, request_id: str) -> None:
-        self._known.pop(request_id, None)
+        known = self._known.pop(request_id, None)
+        if known is not None and known.proposed:
+            record_span(
+                "draft",
+                known.since_unix_s,
+                time.time(),
+                context=known.trace,
+                attributes={attr.REQUEST_ID: request_id, attr.DRAFTED_TOKENS: known.proposed},
+            )
         if self._host is not None:
             await self._host.async_engine.call(lambda engine: self._proposer.forget(engine, request_id))
 

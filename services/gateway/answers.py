@@ -30,6 +30,7 @@ from shared.bus import LogReader, LogState
 from shared.protocol.records import Accepted, Api
 from shared.telemetry import extract_context
 
+STILL_RUNNING: Final = frozenset({"gateway_stopping", "log_unreachable"})
 CLIENT_GONE: Final = ApiError(499, "The client went away.", code="client_gone")
 
 log = structlog.get_logger(__name__)
@@ -103,6 +104,9 @@ class Generation(Response):
                 raise
             except ApiError as error:
                 error.headers |= generation_headers(accepted)
+                if error.code in STILL_RUNNING:
+                    # With a key a library's retry joins the run; without one it would start another.
+                    error.headers["x-should-retry"] = "true" if accepted.body_digest else "false"
                 raise
         return None
 

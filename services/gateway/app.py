@@ -10,6 +10,7 @@ from typing import Any, Final
 import structlog
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.telemetry import TelemetryConfig
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -27,13 +28,22 @@ _SANE_ID: Final = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _PATHS: Final[dict[Api, str]] = {"chat": "/v1/chat/completions", "completion": "/v1/completions"}
 _BODIES: Final[dict[Api, type[ChatBody] | type[CompletionBody]]] = {"chat": ChatBody, "completion": CompletionBody}
 
+# Ours is made by hand: the framework's would add spans for every probe, and exception texts, to each trace.
+_NO_TELEMETRY: Final[TelemetryConfig] = {
+    "tracing": False,
+    "metrics": False,
+    "logs": False,
+    "operation_spans": False,
+    "auto_configure": False,
+}
+
 log = structlog.get_logger(__name__)
 
 
 def create_app(gateway: Gateway) -> ASGIApp:
     """The ASGI application of one gateway."""
     app = FastAPI(
-        title="Headrace gateway", docs_url=None, redoc_url=None, openapi_url="/openapi.json", redirect_slashes=False
+        title="Headrace gateway", docs_url=None, redoc_url=None, redirect_slashes=False, telemetry=_NO_TELEMETRY
     )
     for api in _PATHS:
         _add_generation_routes(app, gateway, api)

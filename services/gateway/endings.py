@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import nats.errors
 import structlog
 from nats.js.errors import APIError
@@ -100,6 +101,9 @@ class Endings:
                 await self.end(ending)
                 return
             except RequestUnknown:
+                return
+            except (msgspec.DecodeError, ValueError) as error:
+                log.error("log_unreadable", request_id=ending.accepted.request_id, error=str(error))
                 return
             except (BusError, nats.errors.Error) as error:
                 log.warning("ending_put_off", request_id=ending.accepted.request_id, error=str(error))

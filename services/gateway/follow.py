@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
 from typing import Final, Self
 
-import msgspec
 import structlog
 
 from services.gateway.deadlines import Deadlines, Overdue
@@ -75,7 +74,9 @@ class Follower:
             ("follow-stop", self._watch_stop),
             ("follow-clock", self._watch_clock),
         ):
-            self._tasks.append(asyncio.create_task(work(), name=name))
+            task = asyncio.create_task(work(), name=name)
+            task.add_done_callback(self._on_done)
+            self._tasks.append(task)
         return self
 
     async def __aexit__(
@@ -109,17 +110,19 @@ class Follower:
         if not self._mailbox.full():
             self._mailbox.put_nowait(None)  # wakes the reader; a full mailbox has no sleeping reader
 
-    async def _read(self) -> None:
-        try:
-            async for entry in self._entries:
-                if isinstance(entry.record, Claimed):
-                    self._deadlines.queue_unix_s = None
-                elif isinstance(entry.record, Tokens):
-                    self._has_output = True
-                await self._mailbox.put(entry)
-        except (msgspec.DecodeError, ValueError) as error:
-            log.error("log_unreadable", error=str(error))
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        """A part that broke must not leave the client waiting."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("follower_failed", part=task.get_name(), exc_info=error)
             self._fail(ApiError(500, "The request's log cannot be read.", type=SERVER, code="log_unreadable"))
+
+    async def _read(self) -> None:
+        async for entry in self._entries:
+            if isinstance(entry.record, Claimed):
+                self._deadlines.queue_unix_s = None
+            elif isinstance(entry.record, Tokens):
+                self._has_output = True
+            await self._mailbox.put(entry)
 
     async def _watch_client(self) -> None:
         await self._client_gone()

@@ -48,16 +48,18 @@ class Gateway:
         self.fingerprint = fingerprint_of(model.fingerprint)
         self.model_created_unix_s = int((model.path / "config.json").stat().st_mtime)
         self.keyring = Keyring(settings.tenants_by_key)
+        self.draining = asyncio.Event()
+        """Set when nothing new is taken on."""
         self.stopping = asyncio.Event()
         """Set when answers that still run must let go of their clients."""
         self.prompter = Prompter(tokenizer)
         self.limits = Limits(bus, model.name, settings)
-        self.readiness = Readiness(bus, model.name)
+        self.readiness = Readiness(bus, model.name, self.draining)
         self.endings = Endings(bus, self.worker)
         self.attachments = Attachments(bus, self.endings, settings.disconnect_grace_s)
         self.admission = Admission(bus, self.prompter, self.limits, self.endings, model.name, self.worker, settings)
         self._started_unix_s = time.time()
-        self._submissions = Submissions(bus, self.admission, self.keyring, metrics, model.name, settings)
+        self._submissions = Submissions(bus, self.admission, self.keyring, metrics, model.name, settings, self.draining)
         self._sweep = Sweep(bus, self.endings, self.end_overdue, settings.sweep_interval_s)
 
     async def run(self) -> None:
@@ -95,7 +97,7 @@ class Gateway:
             host=self.settings.reachable_host,
             started_unix_s=self._started_unix_s,
             sent_unix_s=time.time(),
-            state="draining" if self.readiness.draining else "ready",
+            state="draining" if self.draining.is_set() else "ready",
             model=self.model.name,
             running=self.limits.active,
             slots=self.settings.max_concurrent,

@@ -74,9 +74,9 @@ class Limits:
 
     async def _is_log_full(self) -> bool:
         """Whether what the log would drop next is young enough to belong to a request that still runs."""
-        state = (await self._bus.js.stream_info(LOG.name)).state
-        if state.bytes < LOG_FULL * LOG.max_bytes:
+        info = await self._bus.js.stream_info(LOG.name)
+        if info.state.bytes < LOG_FULL * (info.config.max_bytes or LOG.max_bytes):
             return False
-        oldest = await self._bus.js.get_msg(LOG.name, seq=state.first_seq, direct=True)
+        oldest = await self._bus.js.get_msg(LOG.name, seq=info.state.first_seq, direct=True)
         stored = datetime.fromisoformat((oldest.headers or {})["Nats-Time-Stamp"][:19]).replace(tzinfo=UTC)
         return (datetime.now(UTC) - stored).total_seconds() < self._settings.max_timeout_s

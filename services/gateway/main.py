@@ -50,7 +50,8 @@ async def serve(settings: GatewaySettings, listener: socket.socket) -> None:
     """Serve on a bound socket until a signal. Raises ModelError or BusError when it cannot start."""
     model = await asyncio.to_thread(resolve_model, settings.model)
     tokenizer = await asyncio.to_thread(ChatTokenizer.load, model.path)
-    url = f"http://{settings.reachable_host}:{listener.getsockname()[1]}"
+    host = settings.reachable_host
+    url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     async with await Bus.connect(settings.nats_url, name="gateway", wait_s=settings.nats_wait_s) as bus:
         gateway = Gateway(settings, bus, model, tokenizer, GatewayMetrics(settings.instance), url)
         server = GatewayServer(create_app(gateway), gateway)

@@ -34,6 +34,7 @@ class Observation:
         self._last_tokens_s: float | None = None
         self._accepted: Accepted | None = None
         self._ended: Ended | None = None
+        self._joined = False
         self._tokens = 0
         self._span = tracer().start_span(f"{OPERATIONS[api]} {model}", context=parent, kind=SpanKind.SERVER)
         self._context = trace.set_span_in_context(self._span)
@@ -58,7 +59,7 @@ class Observation:
             self._span.set_attribute(attributes.GEN_AI_REQUEST_MAX_TOKENS, call.max_tokens)
 
     def accepted(self, accepted: Accepted, *, joined: bool, user: str) -> None:
-        self._accepted = accepted
+        self._accepted, self._joined = accepted, joined
         self._span.set_attribute(attributes.GEN_AI_REQUEST_MODEL, accepted.model)
         self._span.set_attribute(attributes.GEN_AI_RESPONSE_ID, accepted.request_id)
         self._span.set_attribute(attributes.GEN_AI_REQUEST_SEED, accepted.seed)
@@ -82,6 +83,9 @@ class Observation:
         if isinstance(record, Ended):
             self._ended = record
         elif isinstance(record, Tokens) and record.ids:
+            self._tokens += len(record.ids)
+            if self._joined:  # what another request began tells nothing about latency
+                return
             now_s = time.monotonic()
             if self._last_tokens_s is None:
                 self._metrics.ttft.labels(self._model).observe(now_s - self._arrived_s)
@@ -91,7 +95,6 @@ class Observation:
             else:
                 self._metrics.itl.labels(self._model).observe(now_s - self._last_tokens_s)
             self._last_tokens_s = now_s
-            self._tokens += len(record.ids)
 
     def disconnected(self) -> None:
         self._metrics.disconnects.inc()
@@ -107,7 +110,8 @@ class Observation:
         else:
             self._metrics.generation_tokens.labels(self._model).inc(self._tokens)
             if ended is not None:
-                self._metrics.e2e.labels(self._model).observe(took_s)
+                if not self._joined:
+                    self._metrics.e2e.labels(self._model).observe(took_s)
                 self._metrics.finished.labels(self._model, ended.reason).inc()
                 self._describe(ended)
             log.info(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Final
 
 from shared.bus import Bus
@@ -12,10 +13,10 @@ NEEDED: Final[tuple[Stage, ...]] = ("prefill", "decode")
 
 
 class Readiness:
-    def __init__(self, bus: Bus, model: str) -> None:
+    def __init__(self, bus: Bus, model: str, draining: asyncio.Event) -> None:
         self._bus = bus
         self._model = model
-        self.draining = False
+        self._draining = draining
 
     def missing_stages(self) -> list[Stage]:
         """Stages without a ready worker of the model."""
@@ -27,7 +28,7 @@ class Readiness:
 
     def missing(self) -> list[str]:
         """What keeps requests from being served; empty when ready."""
-        if self.draining:
+        if self._draining.is_set():
             return ["this gateway is stopping"]
         if not self._bus.connected:
             return ["NATS"]

@@ -70,10 +70,10 @@ class GatewayServer(uvicorn.Server):
             self.force_exit = True
             return
         log.info("stopping", signal=signal.Signals(sig).name, running=self._gateway.limits.active)
-        self._gateway.readiness.draining = True
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._gateway.draining.set()
         loop = asyncio.get_running_loop()
         let_go = loop.call_later(self._gateway.settings.drain_s, self._gateway.stopping.set)
         try:

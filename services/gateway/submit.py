@@ -47,6 +47,7 @@ class Submissions:
         metrics: GatewayMetrics,
         model: str,
         settings: GatewaySettings,
+        draining: asyncio.Event,
     ) -> None:
         self._bus = bus
         self._admission = admission
@@ -54,10 +55,11 @@ class Submissions:
         self._metrics = metrics
         self._model = model
         self._settings = settings
+        self._draining = draining
         self._pending: asyncio.Queue[Msg] = asyncio.Queue(MAX_PENDING)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Until cancelled. Takes nothing new once the gateway drains."""
         subscription = await self._bus.client.subscribe(
             SUBMIT, queue=f"gateways-{encode_token(self._model)}", cb=self._on_message
         )
@@ -65,8 +67,10 @@ class Submissions:
             async with asyncio.TaskGroup() as group:
                 for n in range(WORKERS):
                     group.create_task(self._work_off(), name=f"submissions-{n}")
+                await self._draining.wait()
+                await subscription.unsubscribe()
         finally:
-            if not self._bus.client.is_closed:
+            if not self._draining.is_set() and not self._bus.client.is_closed:
                 await subscription.unsubscribe()
 
     async def _on_message(self, message: Msg) -> None:

@@ -24,7 +24,9 @@ from shared.transport import Listener, Transport, TransportError, is_loopback, p
 from shared.worker.process import StartupError, run_service
 
 GIB: Final = 1 << 30
-PREFAULT_BYTES: Final = 4 << 20
+PREFAULT_BYTES: Final = 2 << 20
+"""One huge page, about half a millisecond of the event loop."""
+PREFAULT_PAUSE_S: Final = 0.005
 DRAIN_S: Final = 5.0
 
 log = structlog.get_logger(__name__)
@@ -113,4 +115,4 @@ async def _prefault(pool: SlabPool) -> None:
     offset = 0
     while pool.populate(offset, PREFAULT_BYTES):
         offset += PREFAULT_BYTES
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(PREFAULT_PAUSE_S)

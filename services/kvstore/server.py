@@ -12,7 +12,7 @@ import msgspec
 import structlog
 
 from services.kvstore.store import BlockStore, Ticket
-from shared.blocks import checksums
+from shared.blocks import checksums, receive_hashed
 from shared.protocol.kv import (
     KEY_BYTES,
     MAX_BLOCKS,
@@ -129,9 +129,9 @@ class StoreServer:
             verdicts = self._plan(request, tickets)
             async with self._transfer("worker_to_store", connection, [t.meta for t in tickets.values()]):
                 await self._reply(connection, Verdicts(verdicts))
-                await connection.receive_buffers([self._store.view(ticket) for ticket in tickets.values()])
+                sums = await receive_hashed(connection, [self._store.view(ticket) for ticket in tickets.values()])
             if tickets:
-                await self._keep_good(request, tickets, verdicts)
+                self._keep_good(request, tickets, sums, verdicts)
                 await self._reply(connection, Verdicts(verdicts))
         finally:
             for ticket in tickets.values():
@@ -154,9 +154,8 @@ class StoreServer:
             verdicts.append(plan)
         return verdicts
 
-    async def _keep_good(self, request: Put, tickets: dict[int, Ticket], verdicts: list[Verdict]) -> None:
+    def _keep_good(self, request: Put, tickets: dict[int, Ticket], sums: list[int], verdicts: list[Verdict]) -> None:
         """Commit the blocks whose checksum is right, which takes them out of `tickets`."""
-        sums = await checksums([self._store.view(ticket) for ticket in tickets.values()])
         now_s = time.monotonic()
         good = [i for (i, ticket), found in zip(tickets.items(), sums, strict=True) if found == ticket.meta.checksum]
         for i in tickets.keys() - good:

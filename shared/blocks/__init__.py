@@ -1,6 +1,6 @@
 """KV blocks outside of an engine: keys, checksums, the index, placement, and the client that workers use."""
 
-from shared.blocks.checksum import checksum, checksums
+from shared.blocks.checksum import checksum, checksums, receive_hashed
 from shared.blocks.client import KVClient
 from shared.blocks.index import BlockIndex, Heartbeat, Holding, IndexEntry
 from shared.blocks.keys import BlockKey, block_keys
@@ -17,4 +17,5 @@ __all__ = [
     "checksum",
     "checksums",
     "ranked",
+    "receive_hashed",
 ]

@@ -8,7 +8,7 @@ from typing import Final
 
 import xxhash
 
-from shared.transport import Buffer, host_view, is_device, n_bytes
+from shared.transport import Buffer, Connection, host_view, is_device, n_bytes
 
 INLINE_BYTES: Final = 16 << 20
 """Up to this many bytes are hashed on the event loop (a millisecond or two); more go to a thread."""
@@ -30,3 +30,17 @@ async def checksums(buffers: Sequence[Buffer]) -> list[int]:
     if on_host and sum(n_bytes(buffer) for buffer in buffers) <= INLINE_BYTES:
         return [checksum(buffer) for buffer in buffers]
     return await asyncio.to_thread(lambda: [checksum(buffer) for buffer in buffers])
+
+
+async def receive_hashed(connection: Connection, buffers: Sequence[Buffer]) -> list[int]:
+    """Fill the buffers in order and answer the checksum of each. One block is hashed while the next ones arrive.
+
+    Raises like `Connection.receive_buffers`.
+    """
+    sums = [0] * len(buffers)
+
+    def hash_one(number: int) -> None:
+        sums[number] = checksum(buffers[number])
+
+    await connection.receive_buffers(buffers, hash_one)
+    return sums

@@ -14,13 +14,12 @@ from typing import Final, TypeVar
 import structlog
 
 from shared.blocks import exchange
-from shared.blocks.checksum import checksums
 from shared.blocks.index import BlockIndex
 from shared.blocks.keys import BlockKey
 from shared.blocks.rendezvous import ranked
 from shared.blocks.spread import spread
 from shared.protocol.blocks import BlockRef, Place
-from shared.protocol.kv import MAX_BLOCKS, BlockMeta, Stats
+from shared.protocol.kv import MAX_BLOCKS, BlockMeta, Stats, Verdict
 from shared.telemetry.metrics import KVTransferMetrics
 from shared.transport import Buffer, Connection, ConnectionPool, Transport, TransportError, n_bytes
 
@@ -84,21 +83,20 @@ class KVClient:
         give_up_s = time.monotonic() + timeout_s
 
         async def move(place: Place, items: list[int]) -> list[bool]:
-            started = time.monotonic()
-            verdicts = await self._exchange(
-                place,
-                give_up_s,
-                self._put_hop,
-                lambda c: exchange.put_blocks(
-                    c, [metas[i] for i in items], [blocks[i][1] for i in items], lease_id, lease_s
-                ),
-            )
+            wanted, buffers = [metas[i] for i in items], [blocks[i][1] for i in items]
+
+            async def operation(connection: Connection) -> list[Verdict]:
+                started_s = time.monotonic()
+                verdicts = await exchange.put_blocks(connection, wanted, buffers, lease_id, lease_s)
+                self._count(self._put_hop, connection, sum(meta.n_bytes for meta in wanted), started_s)
+                return verdicts
+
+            verdicts = await self._exchange(place, give_up_s, self._put_hop, operation)
             if verdicts is None:
                 return [False] * len(items)
             stored = [verdict == "stored" for verdict in verdicts]
             if not all(stored):
                 log.info("put_refused", store=place.store, verdicts=sorted(set(verdicts)), blocks=stored.count(False))
-            self._count(self._put_hop, place, sum(metas[i].n_bytes for i in items), started)
             return stored
 
         def candidates(item: int) -> Sequence[Place]:
@@ -119,17 +117,22 @@ class KVClient:
         give_up_s = time.monotonic() + timeout_s
 
         async def move(place: Place, items: list[int]) -> list[bool]:
-            started = time.monotonic()
             wanted, buffers = [metas[i] for i in items], [into[i] for i in items]
-            present = await self._exchange(
-                place, give_up_s, self._get_hop, lambda c: exchange.get_blocks(c, wanted, buffers)
-            )
-            if present is None:
+
+            async def operation(connection: Connection) -> list[int | None]:
+                started_s = time.monotonic()
+                arrived = await exchange.get_blocks(connection, wanted, buffers)
+                moved = sum(meta.n_bytes for meta, found in zip(wanted, arrived, strict=True) if found is not None)
+                self._count(self._get_hop, connection, moved, started_s)
+                return arrived
+
+            arrived = await self._exchange(place, give_up_s, self._get_hop, operation)
+            if arrived is None:
                 return [False] * len(items)
-            self._count(
-                self._get_hop, place, sum(m.n_bytes for m, p in zip(wanted, present, strict=True) if p), started
-            )
-            return await self._verify(place, wanted, buffers, present, give_up_s)
+            damaged = [m.key for m, found in zip(wanted, arrived, strict=True) if found not in (None, m.checksum)]
+            if damaged:
+                await self._report_damage(place, damaged, give_up_s)
+            return [found == meta.checksum for meta, found in zip(wanted, arrived, strict=True)]
 
         fitting = [i for i, ref in enumerate(refs) if _fits(ref, into[i])]
         hits = await spread(fitting, lambda i: self._up(refs[i].places), move)
@@ -189,31 +192,25 @@ class KVClient:
                 return await operation(connection)
         except (TransportError, TimeoutError) as error:
             log.warning("exchange_failed", hop=hop, store=place.store, error=f"{type(error).__name__}: {error}")
-            if self._metrics is not None:
-                self._metrics.transfer_failures.labels(hop).inc()
-            return None
+        except Exception:
+            log.exception("exchange_broke", hop=hop, store=place.store)
+        if self._metrics is not None:
+            self._metrics.transfer_failures.labels(hop).inc()
+        return None
 
-    async def _verify(
-        self, place: Place, metas: list[BlockMeta], buffers: list[Buffer], present: list[bool], give_up_s: float
-    ) -> list[bool]:
-        """Which of the fetched blocks are what they should be. The store is told of the others and drops them."""
-        fetched = [i for i, here in enumerate(present) if here]
-        sums = await checksums([buffers[i] for i in fetched])
-        good = {i for i, found in zip(fetched, sums, strict=True) if found == metas[i].checksum}
-        damaged = [metas[i].key for i in fetched if i not in good]
-        if damaged:
-            log.error("block_damaged", store=place.store, keys=[key.hex() for key in damaged])
-            if self._metrics is not None:
-                self._metrics.blocks_checksum_failed.inc(len(damaged))
-            await self._exchange(place, give_up_s, "ask", lambda c: exchange.doubt_blocks(c, damaged))
-        return [i in good for i in range(len(metas))]
+    async def _report_damage(self, place: Place, keys: list[bytes], give_up_s: float) -> None:
+        """The store checks its copies of blocks that arrived damaged, and drops those that are the cause."""
+        log.error("block_damaged", store=place.store, keys=[key.hex() for key in keys])
+        if self._metrics is not None:
+            self._metrics.blocks_checksum_failed.inc(len(keys))
+        await self._exchange(place, give_up_s, "ask", lambda c: exchange.doubt_blocks(c, keys))
 
     def _up(self, places: Sequence[Place]) -> list[Place]:
         return [place for place in places if not self._pool.is_down(place.host, place.port)]
 
-    def _count(self, hop: str, place: Place, moved_bytes: int, started_s: float) -> None:
+    def _count(self, hop: str, connection: Connection, moved_bytes: int, started_s: float) -> None:
         if self._metrics is not None and moved_bytes:
-            self._metrics.observe_transfer(hop, place.transport, moved_bytes, time.monotonic() - started_s)
+            self._metrics.observe_transfer(hop, connection.carrier, moved_bytes, time.monotonic() - started_s)
 
 
 def _leasing(lease_id: str, keys: Sequence[bytes], ttl_s: float) -> Callable[[Connection], Awaitable[list[bool]]]:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import msgspec
 
+from shared.blocks.checksum import receive_hashed
 from shared.protocol.kv import (
     AskStats,
     BlockMeta,
@@ -68,12 +69,16 @@ async def find_blocks(connection: Connection, keys: Sequence[bytes]) -> list[Blo
     return found.blocks
 
 
-async def get_blocks(connection: Connection, blocks: Sequence[BlockMeta], into: Sequence[Buffer]) -> list[bool]:
-    """Fill the buffers of those that the store has, `blocks[i].n_bytes` each. Verifying them is the caller's."""
+async def get_blocks(connection: Connection, blocks: Sequence[BlockMeta], into: Sequence[Buffer]) -> list[int | None]:
+    """Fill the buffers of those that the store has, `blocks[i].n_bytes` each.
+
+    One entry per block: the checksum of what arrived, which the caller compares; None where the store has none.
+    """
     sending = await _ask(connection, Get(list(blocks)), Sending)
     _check_length(connection, len(sending.present), len(blocks))
-    await connection.receive_buffers([buffer for buffer, here in zip(into, sending.present, strict=True) if here])
-    return sending.present
+    present = [buffer for buffer, here in zip(into, sending.present, strict=True) if here]
+    sums = iter(await receive_hashed(connection, present))
+    return [next(sums) if here else None for here in sending.present]
 
 
 async def put_blocks(

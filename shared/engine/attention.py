@@ -1,8 +1,8 @@
 """Attention over the paged cache, registered with Transformers' attention interface.
 
-Bitwise independent of batch, chunking and block order: every row reduces over its context in tiles of fixed length, each
-tile is a product of fixed shape (rows padded to a count proven safe), and tiles are summed in order, first to last. Tiles
-and keys that a row must not see contribute exact zeros, so a longer neighbour changes nothing.
+Bitwise independent of batch, chunking and block order: scores and softmax are computed for each row on its own, over a context
+length that is proven to give the same bits as any longer one; values are summed in tiles of fixed length, in order. What a
+row must not see contributes exact zeros, so padding and longer neighbours change nothing.
 """
 
 from __future__ import annotations
@@ -41,65 +41,61 @@ def paged_attention(
     Raises UnsupportedModel when the model asks for something that this function does not compute.
     """
     batch: Batch = kwargs.pop(BATCH_KEY)
-    unknown = sorted(k for k, v in kwargs.items() if v is not None and v is not False and k not in _IGNORED)
-    if unknown or attention_mask is not None:
-        raise UnsupportedModel(f"{type(module).__name__} wants attention features not served: {unknown or 'a mask'}")
+    for name, given in kwargs.items():
+        if given is not None and given is not False and name not in _IGNORED:
+            raise UnsupportedModel(f"{type(module).__name__} wants attention with {name!r}, which is not served")
+    if attention_mask is not None:
+        raise UnsupportedModel(f"{type(module).__name__} brings an attention mask of its own, which is not served")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     batch.layers_seen += 1
-    cache = batch.cache
-    head_dim = cache.head_dim
+    cache, tokens = batch.cache, batch.tokens
+    kv_heads, head_dim = cache.kv_heads, cache.head_dim
     for source, rows in ((key, cache.write_k[layer]), (value, cache.write_v[layer])):
-        new = source[0].transpose(0, 1)[: batch.tokens].reshape(batch.tokens, -1)
-        rows.index_copy_(0, batch.write_rows, new)
-    q = query[0].transpose(0, 1).reshape(-1, head_dim)
-    q = q * (head_dim**-0.5 if scaling is None else scaling)
+        new = source.transpose(1, 2).reshape(batch.padded, kv_heads * head_dim)
+        rows.index_copy_(0, batch.write_rows, new if tokens == batch.padded else new[:tokens])
+    q = query.transpose(1, 2).reshape(-1, head_dim) * (head_dim**-0.5 if scaling is None else scaling)
     results: list[torch.Tensor] = []
     for read in batch.reads:
-        shape = (read.tiles * cache.kv_heads, TILE_TOKENS, head_dim)
-        k = cache.read_k[layer].index_select(0, read.head_rows).view(shape)
-        v = cache.read_v[layer].index_select(0, read.head_rows).view(shape)
-        for group in read.groups:
-            used = group.tiles * cache.kv_heads
-            results.append(_attend(q, k[:used], v[:used], group, cache.kv_heads, sliding_window, softcap))
+        shape = (read.sequences, read.context, kv_heads, head_dim)
+        k = cache.read_k[layer].index_select(0, read.rows).view(shape)
+        v = cache.read_v[layer].index_select(0, read.rows).view(shape)
+        results.extend(attend(q, k, v, group, sliding_window, softcap) for group in read.groups)
     joined = results[0] if len(results) == 1 else torch.cat(results)
-    out = joined.index_select(0, batch.out_rows)
-    return out.view(1, batch.padded, -1, head_dim), None
+    return joined.index_select(0, batch.out_rows).view(1, batch.padded, -1, head_dim), None
 
 
-def _attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    group: QueryGroup,
-    kv_heads: int,
-    window: int | None,
-    softcap: float | None,
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: QueryGroup, window: int | None, softcap: float | None
 ) -> torch.Tensor:
-    """Rows of one group: [sequences * kv_heads * rows, head_dim]. k, v [tiles * kv_heads, TILE_TOKENS, head_dim]."""
-    head_dim = q.shape[1]
-    tile_q = q.index_select(0, group.q_rows).view(-1, group.rows, head_dim)
-    scores = torch.bmm(tile_q, k.transpose(1, 2)).float()  # [tiles * kv_heads, rows, TILE_TOKENS]
+    """q [tokens * query_heads, head_dim]; k, v [sequences, context or more, kv_heads, head_dim].
+
+    Returns [kv_heads * sequences * rows, head_dim].
+    """
+    sequences, rows, context = group.sequences, group.rows, group.context
+    kv_heads, head_dim = k.shape[2:]
+    tiles = context // TILE_TOKENS
+    if k.shape[1] != context:
+        k, v = k[:, :context], v[:, :context]
+    head_q = q.index_select(0, group.q_rows).view(kv_heads, sequences, rows, head_dim).unbind()
+    scores = q.new_empty((kv_heads, sequences, rows, context))
+    for out, a, b in zip(scores.unbind(), head_q, k.permute(2, 0, 3, 1).unbind(), strict=True):
+        torch.bmm(a, b, out=out)
     if softcap is not None:
-        scores = torch.tanh_(scores.div_(softcap)).mul_(softcap)
-    scores = scores.view(group.tiles, kv_heads, group.rows, TILE_TOKENS)
+        scores = scores.div_(softcap).tanh_().mul_(softcap)
     first, hidden = group.hidden(window)
-    scores[first:].masked_fill_(hidden, float("-inf"))
-    best = _over_tiles(scores.amax(-1), group, torch.maximum)  # [sequences, kv_heads, rows], exact in any order
-    scores.sub_(best.index_select(0, group.tile_sequence).unsqueeze(-1))
-    weights = scores.exp_()
-    total = _over_tiles(weights.sum(-1), group, torch.add)
-    tiles_out = torch.bmm(weights.view(-1, group.rows, TILE_TOKENS).to(v.dtype), v).float()
-    out = _over_tiles(tiles_out.view(group.tiles, kv_heads, group.rows, head_dim), group, torch.add)
-    return out.div_(total.unsqueeze(-1)).view(-1, head_dim).to(v.dtype)
-
-
-def _over_tiles(parts: torch.Tensor, group: QueryGroup, combine: Any) -> torch.Tensor:
-    """Combine [tiles, ...] into [sequences, ...], tile 0 first, one tile after the other."""
-    total = parts[: group.sequences]
-    for begin, end in group.spans[1:]:
-        head = total[: end - begin]
-        combine(head, parts[begin:end], out=head)
-    return total
+    scores[..., first:].masked_fill_(hidden, float("-inf"))
+    weights = torch.softmax(scores, -1)
+    weights = weights.view(kv_heads, sequences, rows, tiles, TILE_TOKENS).transpose(2, 3)
+    weights = weights.reshape(kv_heads, sequences * tiles, rows, TILE_TOKENS)
+    tile_v = v.reshape(sequences * tiles, TILE_TOKENS, kv_heads, head_dim).unbind(2)
+    parts = q.new_empty((kv_heads, sequences * tiles, rows, head_dim))
+    for out, a, b in zip(parts.unbind(), weights.unbind(), tile_v, strict=True):
+        torch.bmm(a, b, out=out)
+    tile_out = parts.view(kv_heads, sequences, tiles, rows, head_dim).unbind(2)
+    total = tile_out[0]
+    for part in tile_out[1:]:
+        total += part
+    return total.reshape(-1, head_dim)
 
 
 def register() -> None:

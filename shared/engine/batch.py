@@ -1,4 +1,4 @@
-"""Describes one ragged forward: which tokens, where their KV goes, and which cached tiles each row reads.
+"""Describes one ragged forward: which tokens, where their KV goes, and which cached tokens each row reads.
 
 Built on the host with numpy once per step; every layer reuses it.
 """
@@ -10,23 +10,23 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from shared.engine.kv_cache import KVCache
+from shared.engine.kv_cache import Index, KVCache
 
 TILE_TOKENS = 128
-"""Attention reduces over the context in tiles of this length, in order. It fixes the rounding: changing it changes bits."""
+"""Attention sums values over the context in tiles of this length, in order. Changing it changes rounding."""
 
 NARROW_ROWS = 8
-"""Sequences with at most this many new tokens share one attention group; longer ones are cut in row chunks."""
+"""Sequences with at most this many new tokens attend together; those of longer ones are cut in chunks."""
 
 CHUNK_ROWS = 64
 """Query positions of a long sequence that attend together."""
 
-GROUP_TILES = 256
-"""Most tiles that the sequences of one narrow group may have together, which bounds the scratch memory."""
+_GROUP_TILES = 256
+"""Most tiles that the sequences of one group may have together, which bounds the scratch memory."""
 
-Index = NDArray[np.int64]
+_GROUP_WASTE = 1.25
+"""Sequences share a group while padding them to the longest costs at most this factor (or a tile each)."""
 
 
 @dataclass(frozen=True)
@@ -44,50 +44,44 @@ class SequenceRows:
 
 @dataclass
 class QueryGroup:
-    """Query rows that attend together: `sequences` of them, `rows` each (padded to a safe count), over `tiles` tiles.
-
-    Tiles are ordered by their index within the sequence, longest sequence first: tile j of all sequences that have one
-    is the slice `spans[j]`, and belongs to sequences 0, 1, 2 ... of the group.
-    """
+    """Query rows that attend together: those of `sequences` sequences, `rows` each (padded to a safe count), over the
+    first `context` cached tokens of each (whole tiles)."""
 
     q_rows: torch.Tensor
-    """[tiles * kv_heads * rows] rows of the query seen as [tokens * query_heads, head_dim]."""
-    tile_sequence: torch.Tensor
-    """[tiles] sequence of each tile."""
-    spans: list[tuple[int, int]]
+    """[kv_heads * sequences * rows] rows of the query seen as [tokens * query_heads, head_dim]."""
     sequences: int
     rows: int
-    tiles: int
-    mask_from: int
-    """Tiles before this one are visible to all rows."""
+    context: int
+    visible: int
+    """Keys before this one are visible to all rows."""
     row_positions: torch.Tensor
-    """[tiles, 1, rows, 1] absolute position of each query row."""
-    key_positions: torch.Tensor
-    """[tiles, 1, 1, TILE_TOKENS]"""
-    _masks: dict[int | None, tuple[int, torch.Tensor]] = field(default_factory=dict)
+    """[sequences, rows, 1] absolute position of each query row."""
+    _hidden: dict[int | None, tuple[int, torch.Tensor]] = field(default_factory=dict)
 
     def hidden(self, window: int | None) -> tuple[int, torch.Tensor]:
-        """(first tile, mask from that tile on): true where a row must not see a key.
+        """(first key, mask [sequences, rows, context - first]): true where a row must not see a key.
 
         Hidden are later tokens and those that a sliding window of `window` tokens has passed.
         """
-        found = self._masks.get(window)
+        found = self._hidden.get(window)
         if found is None:
-            first = 0 if window is not None else self.mask_from
-            keys, rows = self.key_positions[first:], self.row_positions[first:]
-            mask = keys > rows
+            first = self.visible if window is None else 0
+            keys = torch.arange(first, self.context, device=self.row_positions.device)
+            mask = keys > self.row_positions
             if window is not None:
-                mask |= keys <= rows - window
-            found = self._masks[window] = (first, mask)
+                mask |= keys <= self.row_positions - window
+            found = self._hidden[window] = (first, mask)
         return found
 
 
 @dataclass
-class TileRead:
-    """One gather of K and V tiles, `[tiles, kv_heads, TILE_TOKENS]` head rows, and the query groups that use them."""
+class CacheRead:
+    """One gather of K and V, `context` tokens (whole tiles) of each of `sequences`, and the query groups that use it."""
 
-    head_rows: torch.Tensor
-    tiles: int
+    rows: torch.Tensor
+    """[sequences * context / read_tokens] read rows."""
+    sequences: int
+    context: int
     groups: list[QueryGroup]
 
 
@@ -104,7 +98,7 @@ class Batch:
     """[1, padded]"""
     write_rows: torch.Tensor
     """[tokens] token rows that receive the new K and V."""
-    reads: list[TileRead]
+    reads: list[CacheRead]
     out_rows: torch.Tensor
     """[padded * query_heads] row of each output head in the groups' results, one group after the other."""
     logit_rows: torch.Tensor
@@ -113,48 +107,64 @@ class Batch:
     layers_seen: int = 0
 
 
-class BatchBuilder:
-    """Turns sequences into a Batch. `pad_rows`, `pad_head_rows` and `pad_query_rows` give the safe row counts."""
+@dataclass(frozen=True)
+class _Span:
+    """New tokens of one sequence: batch rows `first ..`, positions `start ..`, `count` of them."""
 
-    def __init__(
-        self,
-        cache: KVCache,
-        query_heads: int,
-        *,
-        pad_rows: Callable[[int], int],
-        pad_head_rows: Callable[[int], int],
-        pad_query_rows: Callable[[int], int],
-    ) -> None:
+    first: int
+    start: int
+    count: int
+    blocks: Index
+
+    @property
+    def context(self) -> int:
+        return self.start + self.count
+
+
+@dataclass(frozen=True)
+class SafeSizes:
+    """Sizes at which results are proven not to depend on the size (see `row_safety`). Each maps to one at least as big."""
+
+    rows: Callable[[int], int]
+    head_rows: Callable[[int], int]
+    query_rows: Callable[[int], int]
+    context: Callable[[int], int]
+    """Gives whole tiles."""
+
+
+class BatchBuilder:
+    """Turns sequences into a Batch."""
+
+    def __init__(self, cache: KVCache, query_heads: int, safe: SafeSizes) -> None:
         self._cache = cache
         self._query_heads = query_heads
         self._share = query_heads // cache.kv_heads
-        self._pad_rows = pad_rows
-        self._pad_head_rows = pad_head_rows
-        self._pad_query_rows = pad_query_rows
+        self._safe = safe
         self._device = cache.data.device
 
     def build(self, sequences: list[SequenceRows]) -> Batch:
         """Rows stand in the order given."""
-        counts = [len(s.token_ids) for s in sequences]
-        offsets = np.cumsum([0, *counts])
-        tokens = int(offsets[-1])
-        padded = self._pad_rows(tokens)
+        spans: list[_Span] = []
+        tokens = 0
+        for s in sequences:
+            spans.append(_Span(tokens, s.start, len(s.token_ids), np.asarray(s.block_ids, np.int64)))
+            tokens += len(s.token_ids)
+        padded = self._safe.rows(tokens)
         input_ids = np.zeros(padded, np.int64)
         positions = np.zeros(padded, np.int64)
         write_rows = np.empty(tokens, np.int64)
         logit_rows: list[int] = []
-        blocks = [np.asarray(s.block_ids, np.int64) for s in sequences]
-        for i, s in enumerate(sequences):
-            begin, end = offsets[i], offsets[i + 1]
-            input_ids[begin:end] = s.token_ids
-            positions[begin:end] = np.arange(s.start, s.start + counts[i])
-            write_rows[begin:end] = self._cache.token_rows(blocks[i], positions[begin:end])
-            logit_rows.extend(range(end - s.num_logits, end))
+        for s, span in zip(sequences, spans, strict=True):
+            at = slice(span.first, span.first + span.count)
+            input_ids[at] = s.token_ids
+            positions[at] = np.arange(span.start, span.context)
+            write_rows[at] = self._cache.token_rows(span.blocks, positions[at])
+            logit_rows.extend(range(at.stop - s.num_logits, at.stop))
         num_logits = len(logit_rows)
         if num_logits:
-            logit_rows.extend([logit_rows[0]] * (self._pad_head_rows(num_logits) - num_logits))
+            logit_rows.extend([logit_rows[0]] * (self._safe.head_rows(num_logits) - num_logits))
         out_rows = np.zeros(padded * self._query_heads, np.int64)
-        reads = self._reads(sequences, counts, offsets, blocks, out_rows)
+        reads = self._reads(spans, out_rows)
         return Batch(
             cache=self._cache,
             tokens=tokens,
@@ -169,108 +179,83 @@ class BatchBuilder:
         )
 
     def _tensor(self, array: Index) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)
+        return torch.from_numpy(array).to(self._device)
 
-    def _reads(
-        self, sequences: list[SequenceRows], counts: list[int], offsets: Index, blocks: list[Index], out_rows: Index
-    ) -> list[TileRead]:
-        reads: list[TileRead] = []
+    def _reads(self, spans: list[_Span], out_rows: Index) -> list[CacheRead]:
+        """Fills `out_rows` on the way."""
+        reads: list[CacheRead] = []
         results = 0  # rows of the groups' results so far
-        narrow = [i for i, n in enumerate(counts) if n <= NARROW_ROWS]
-        tiles_of = [_tiles(s.start + n) for s, n in zip(sequences, counts, strict=True)]
-        narrow.sort(key=lambda i: -tiles_of[i])
-        while narrow:
-            members = _take(narrow, tiles_of)
-            firsts = np.array([offsets[i] for i in members])
-            starts = np.array([sequences[i].start for i in members])
-            lengths = np.array([counts[i] for i in members])
-            group = self._group(firsts, starts, lengths, [tiles_of[i] for i in members], results, out_rows)
-            results += group.sequences * self._cache.kv_heads * group.rows
-            reads.append(self._read([blocks[i] for i in members], [tiles_of[i] for i in members], [group]))
-        for i, n in enumerate(counts):
-            if n <= NARROW_ROWS:
+        for members in _narrow_groups([s for s in spans if s.count <= NARROW_ROWS]):
+            group = self._group(members, results, out_rows)
+            results += len(group.q_rows)
+            reads.append(self._read(members, [group]))
+        for span in spans:
+            if span.count <= NARROW_ROWS:
                 continue
             groups = []
-            for begin in range(0, n, CHUNK_ROWS):
-                length = min(CHUNK_ROWS, n - begin)
-                start = sequences[i].start + begin
-                one = (np.array([offsets[i] + begin]), np.array([start]), np.array([length]))
-                groups.append(self._group(*one, [_tiles(start + length)], results, out_rows))
-                results += self._cache.kv_heads * groups[-1].rows
-            reads.append(self._read([blocks[i]], [tiles_of[i]], groups))
+            for begin in range(0, span.count, CHUNK_ROWS):
+                count = min(CHUNK_ROWS, span.count - begin)
+                chunk = _Span(span.first + begin, span.start + begin, count, span.blocks)
+                groups.append(self._group([chunk], results, out_rows))
+                results += len(groups[-1].q_rows)
+            reads.append(self._read([span], groups))
         return reads
 
-    def _read(self, blocks: list[Index], tiles: list[int], groups: list[QueryGroup]) -> TileRead:
+    def _read(self, spans: list[_Span], groups: list[QueryGroup]) -> CacheRead:
         """Positions past a sequence's last block read its first block again: hidden by the mask, and never foreign."""
-        ordered, _ = _tile_order(tiles)
-        rows = np.empty((len(ordered), TILE_TOKENS), np.int64)
-        for s, ids in enumerate(blocks):
-            positions = np.arange(tiles[s] * TILE_TOKENS)
-            positions[positions >= len(ids) * self._cache.block_tokens] = 0
-            rows[ordered[:, 0] == s] = self._cache.token_rows(ids, positions).reshape(-1, TILE_TOKENS)
-        heads = np.arange(self._cache.kv_heads)
-        head_rows = rows[:, None, :] * self._cache.kv_heads + heads[None, :, None]
-        return TileRead(head_rows=self._tensor(head_rows.reshape(-1)), tiles=len(ordered), groups=groups)
+        context = max(g.context for g in groups)
+        step = self._cache.read_tokens
+        rows = np.empty((len(spans), context // step), np.int64)
+        for s, span in enumerate(spans):
+            positions = np.arange(0, context, step)
+            positions[positions >= len(span.blocks) * self._cache.block_tokens] = 0
+            rows[s] = self._cache.token_rows(span.blocks, positions) // step
+        return CacheRead(self._tensor(rows.reshape(-1)), len(spans), context, groups)
 
-    def _group(
-        self, firsts: Index, starts: Index, lengths: Index, tiles: list[int], results: int, out_rows: Index
-    ) -> QueryGroup:
-        """`firsts`, `starts`, `lengths` [sequences]: first batch row, its position, rows; longest sequence first."""
+    def _group(self, spans: list[_Span], results: int, out_rows: Index) -> QueryGroup:
+        """Row m of a kv head is query head `m // width` of its share and new token `m % width`; the rest is padding,
+        which repeats the sequence's first row."""
         kv_heads, share = self._cache.kv_heads, self._share
-        width = int(lengths.max())
-        rows = self._pad_query_rows(width * share)
-        # Row m of a kv head is query head `m // width` of its share and new token `m % width`; the rest is padding.
+        width = max(s.count for s in spans)
+        rows = self._safe.query_rows(width * share)
+        firsts = np.array([s.first for s in spans])[:, None]
+        starts = np.array([s.start for s in spans])[:, None]
+        counts = np.array([s.count for s in spans])[:, None]
         m = np.arange(rows)
-        token = np.where(m < width * share, m % width, 0)
-        head = np.where(m < width * share, m // width, 0)
-        token = np.where(token[None, :] < lengths[:, None], token[None, :], 0)  # [sequences, rows]
-        row_positions = starts[:, None] + token
-        heads = np.arange(kv_heads)[:, None] * share + head[None, :]  # [kv_heads, rows]
-        q_rows = (firsts[:, None] + token)[:, None, :] * self._query_heads + heads[None]  # [sequences, kv_heads, rows]
-        for s, (first, length) in enumerate(zip(firsts.tolist(), lengths.tolist(), strict=True)):
-            t, q = np.arange(length)[:, None], np.arange(share * kv_heads)[None, :]
-            kv_head, within = q // share, q % share
-            found = results + (s * kv_heads + kv_head) * rows + within * width + t
-            out_rows[first * self._query_heads : (first + length) * self._query_heads] = found.reshape(-1)
-        ordered, spans = _tile_order(tiles)
-        mask_from = int(starts[0] + 1) // TILE_TOKENS if len(tiles) == 1 else 0
-        of, index = ordered[:, 0], ordered[:, 1]
-        keys = index[:, None] * TILE_TOKENS + np.arange(TILE_TOKENS)
+        real = m < width * share
+        head = np.where(real, m // width, 0)
+        token = np.where(real & (m % width < counts), m % width, 0)  # [sequences, rows]
+        heads = np.arange(kv_heads)[:, None, None] * share + head  # [kv_heads, 1, rows]
+        q_rows = (firsts + token) * self._query_heads + heads  # [kv_heads, sequences, rows]
+        query_head = np.arange(kv_heads * share)
+        for s, span in enumerate(spans):
+            t = np.arange(span.count)[:, None]
+            found = results + (query_head // share * len(spans) + s) * rows + query_head % share * width + t
+            at = span.first * self._query_heads
+            out_rows[at : at + found.size] = found.reshape(-1)
         return QueryGroup(
-            q_rows=self._tensor(q_rows[of].reshape(-1)),
-            tile_sequence=self._tensor(of),
-            spans=spans,
-            sequences=len(tiles),
+            q_rows=self._tensor(q_rows.reshape(-1)),
+            sequences=len(spans),
             rows=rows,
-            tiles=len(ordered),
-            mask_from=mask_from,
-            row_positions=self._tensor(row_positions[of][:, None, :, None]),
-            key_positions=self._tensor(keys[:, None, None, :]),
+            context=self._safe.context(max(s.context for s in spans)),
+            visible=int(starts.min()) + 1,
+            row_positions=self._tensor((starts + token)[:, :, None]),
         )
 
 
-def _tiles(context: int) -> int:
-    return -(-context // TILE_TOKENS)
-
-
-def _take(narrow: list[int], tiles_of: list[int]) -> list[int]:
-    """Remove from `narrow`, and return, as many sequences as one group may hold, at least one."""
-    total = 0
-    for taken, i in enumerate(narrow):
-        total += tiles_of[i]
-        if taken and total > GROUP_TILES:
-            members, narrow[:taken] = narrow[:taken], []
-            return members
-    members, narrow[:] = list(narrow), []
-    return members
-
-
-def _tile_order(tiles: list[int]) -> tuple[Index, list[tuple[int, int]]]:
-    """([total, 2] (sequence, tile) by tile index then sequence, the slice of each tile index). `tiles` never grows."""
-    pairs: list[tuple[int, int]] = []
-    spans: list[tuple[int, int]] = []
-    for j in range(tiles[0]):
-        begin = len(pairs)
-        pairs.extend((s, j) for s, n in enumerate(tiles) if n > j)
-        spans.append((begin, len(pairs)))
-    return np.array(pairs, np.int64), spans
+def _narrow_groups(spans: list[_Span]) -> list[list[_Span]]:
+    """Put sequences of similar context together, longest first."""
+    groups: list[list[_Span]] = []
+    needed = 0
+    for span in sorted(spans, key=lambda s: -s.context):
+        tiles = -(-span.context // TILE_TOKENS)
+        needed += tiles
+        if groups:
+            size = len(groups[-1]) + 1
+            padded = size * -(-groups[-1][0].context // TILE_TOKENS)
+            if padded <= _GROUP_TILES and padded <= max(needed * _GROUP_WASTE, needed + size):
+                groups[-1].append(span)
+                continue
+        groups.append([span])
+        needed = tiles
+    return groups

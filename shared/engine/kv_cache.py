@@ -6,19 +6,24 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from shared.protocol.blocks import KVLayout
+
+Index = NDArray[np.int64]
 
 
 class KVCache:
     """One tensor `[num_blocks, 2 (K, V), layers, block_tokens, kv_heads, head_dim]`, each block contiguous.
 
     Attention addresses it as rows. A token's *token row* is its index in the cache seen as
-    `[num_blocks * 2 * layers * block_tokens, kv_heads * head_dim]` for layer 0's K; the views below are shifted, so the
-    same index finds the K or V of any layer. A *head row* is `token_row * kv_heads + head`.
+    `[num_blocks * 2 * layers * block_tokens, kv_heads * head_dim]` for layer 0's K; the views below are shifted, so that
+    the same index finds the K or V of any layer. Reads take `read_tokens` neighbouring tokens at once: the *read row* of
+    a token is `token_row // read_tokens`.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device, *, read_tokens: int) -> None:
+        """`read_tokens` must divide the layout's block length."""
         self.num_blocks = num_blocks
         self.block_tokens = layout.block_tokens
         self.kv_heads = layout.kv_heads
@@ -31,12 +36,13 @@ class KVCache:
         )
         self.rows_per_block = 2 * layout.layers * layout.block_tokens
         token_rows = self.data.view(num_blocks * self.rows_per_block, layout.kv_heads * layout.head_dim)
-        head_rows = token_rows.view(-1, layout.head_dim)
+        read_rows = token_rows.view(-1, read_tokens * layout.kv_heads * layout.head_dim)
+        self.read_tokens = read_tokens
         shifts = [
             [(kv * layout.layers + layer) * layout.block_tokens for layer in range(layout.layers)] for kv in (0, 1)
         ]
         self.write_k, self.write_v = ([token_rows[s:] for s in shifts[kv]] for kv in (0, 1))
-        self.read_k, self.read_v = ([head_rows[s * layout.kv_heads :] for s in shifts[kv]] for kv in (0, 1))
+        self.read_k, self.read_v = ([read_rows[s // read_tokens :] for s in shifts[kv]] for kv in (0, 1))
 
     def clear(self, block_ids: list[int]) -> None:
         """Zero the blocks, so that no value of an earlier holder (a NaN, say) can reach a new one."""
@@ -48,6 +54,7 @@ class KVCache:
         flat = self.data[block_id].view(-1).view(torch.uint8)
         return flat.numpy() if self.data.device.type == "cpu" else flat
 
-    def token_rows(self, block_ids: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def token_rows(self, block_ids: Index, positions: Index) -> Index:
         """Token rows of a sequence's positions, given its blocks in order. Shapes: [blocks], [any] -> [any] int64."""
-        return block_ids[positions // self.block_tokens] * self.rows_per_block + positions % self.block_tokens
+        rows: Index = block_ids[positions // self.block_tokens] * self.rows_per_block + positions % self.block_tokens
+        return rows

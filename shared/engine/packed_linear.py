@@ -19,46 +19,40 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self._packed = torch.ops.quantized.linear_prepack_fp16(weight.detach().float().contiguous(), bias)
-        self._product = torch.ops.quantized.linear_dynamic_fp16.default
+        # The overload's own __call__ inspects its arguments for 5 us each time; the operator below it does not.
+        self._product = torch.ops.quantized.linear_dynamic_fp16.default._op
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features], fp32."""
         return self._product(x, self._packed)  # type: ignore[no-any-return]
 
 
-class _Fused:
-    """One product for several siblings. Holds the last input and its result until the last sibling took its part."""
+class FusedPart(nn.Module):
+    """Stands where one of several siblings stood. The first one called with an input computes for all of them."""
 
-    def __init__(self, product: nn.Module, widths: list[int]) -> None:
-        self.product = product
-        self.widths = widths
+    def __init__(self, first: FusedPart | None, index: int, product: nn.Module, widths: list[int]) -> None:
+        """`first` is the part of index 0, which holds the product; None when this is it."""
+        super().__init__()
+        self._index = index
+        self._widths = widths
+        self._last = index == len(widths) - 1
+        # Not a submodule: the product belongs to the first part alone.
+        self.__dict__["_first"] = first or self
         self._input: torch.Tensor | None = None
         self._parts: tuple[torch.Tensor, ...] = ()
-
-    def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        if self._input is not x:
-            self._input = x
-            self._parts = self.product(x).split(self.widths, dim=-1)
-        part = self._parts[index]
-        if index == len(self.widths) - 1:
-            self._input, self._parts = None, ()
-        return part
-
-
-class FusedPart(nn.Module):
-    """Stands where one sibling stood; computes nothing when an earlier sibling saw the same input."""
-
-    def __init__(self, fused: _Fused, index: int, in_features: int) -> None:
-        super().__init__()
-        self._fused = fused
-        self._index = index
-        self.in_features = in_features
-        self.out_features = fused.widths[index]
-        if index == 0:
-            self.product = fused.product
+        if first is None:
+            self.product = product
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._fused.part(self._index, x)
+        """[..., in_features] -> [..., this part's width]"""
+        first: FusedPart = self.__dict__["_first"]
+        if first._input is not x:
+            first._input = x
+            first._parts = first.product(x).split_with_sizes(self._widths, -1)
+        part = first._parts[self._index]
+        if self._last:
+            first._input, first._parts = None, ()
+        return part
 
 
 def _as_linear(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | None:
@@ -97,9 +91,11 @@ def replace_linears(model: nn.Module, *, packed: bool) -> None:
                 continue
             biases = [p[1] for p in parts if p[1] is not None]
             product = make(torch.cat([p[0].detach() for p in parts]), torch.cat(biases).detach() if biases else None)
-            fused = _Fused(product, [p[0].shape[0] for p in parts])
+            first: FusedPart | None = None
             for index, name in enumerate(names):
-                setattr(parent, name, FusedPart(fused, index, parts[0][0].shape[1]))
+                part = FusedPart(first, index, product, [p[0].shape[0] for p in parts])
+                first = first or part
+                setattr(parent, name, part)
                 del children[name]
         for name, child in children.items():
             linear = _as_linear(child) if packed else None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,15 +13,18 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from shared.engine.attention import BATCH_KEY
-from shared.engine.batch import TILE_TOKENS, Batch, BatchBuilder, SequenceRows
+from shared.engine.activations import UniformActivation
+from shared.engine.attention import BATCH_KEY, attend
+from shared.engine.batch import TILE_TOKENS, Batch, BatchBuilder, QueryGroup, SafeSizes, SequenceRows
 from shared.engine.config import EngineConfig
+from shared.engine.direct_calls import call_directly
 from shared.engine.errors import EngineError, NumericsError, UnsupportedModel
 from shared.engine.kv_cache import KVCache
 from shared.engine.loader import LoadedModel, load_model
-from shared.engine.packed_linear import FusedPart
+from shared.engine.norms import FusedRMSNorm
+from shared.engine.packed_linear import FusedPart, PackedLinear
 from shared.engine.rotary import RotaryTable
-from shared.engine.row_safety import VARIANTS, Probe, RowSafety
+from shared.engine.row_safety import VARIANTS, Probe, SafeSize, bits, safe_rows
 from shared.protocol.blocks import KVLayout
 
 _TRIAL_TOKENS = 53
@@ -32,23 +37,21 @@ class ModelRunner:
     def __init__(self, model: LoadedModel, num_blocks: int) -> None:
         self.model = model
         self._device = next(model.module.parameters()).device
-        self.cache = KVCache(model.layout, num_blocks, self._device)
-        attention = RowSafety([self._attention_probe(tiles) for tiles in (1, 12)])
-        plain = BatchBuilder(
-            self.cache,
-            model.query_heads,
-            pad_rows=int,
-            pad_head_rows=int,
-            pad_query_rows=attention.pad,
+        block_tokens = model.layout.block_tokens
+        self.cache = KVCache(model.layout, num_blocks, self._device, read_tokens=math.gcd(block_tokens, TILE_TOKENS))
+        query_rows = safe_rows("row count in attention", [self._attention_rows_probe(n) for n in (1, 3)])
+        self._longest = min(model.context_length, num_blocks * block_tokens)
+        context = SafeSize("context length", self._is_safe_context(query_rows.pad(4)), step=TILE_TOKENS)
+        trial = SafeSizes(rows=int, head_rows=int, query_rows=query_rows.pad, context=context.pad)
+        body, head = self._find_probes(BatchBuilder(self.cache, model.query_heads, trial))
+        safe = SafeSizes(
+            rows=safe_rows("row count", body).pad,
+            head_rows=safe_rows("row count in the head", head).pad,
+            query_rows=query_rows.pad,
+            context=context.pad,
         )
-        rows, head = self._find_probes(plain)
-        self._builder = BatchBuilder(
-            self.cache,
-            model.query_heads,
-            pad_rows=RowSafety(rows).pad,
-            pad_head_rows=RowSafety(head).pad,
-            pad_query_rows=attention.pad,
-        )
+        self._builder = BatchBuilder(self.cache, model.query_heads, safe)
+        call_directly(model.module, (PackedLinear, FusedPart, FusedRMSNorm, UniformActivation))
         self.layout = self._check_numerics()
 
     @classmethod
@@ -131,7 +134,7 @@ class ModelRunner:
         axis = list(shape).index(_TRIAL_TOKENS)
         dtype = next(self.model.module.parameters()).dtype
         sizes = [VARIANTS if i == axis else n for i, n in enumerate(shape)]
-        known = torch.randn(sizes, generator=_generator()).to(self._device, dtype)
+        known = self._random(tuple(sizes)).to(dtype)
 
         def probe(variants: torch.Tensor) -> torch.Tensor:
             rows = len(variants)
@@ -141,24 +144,64 @@ class ModelRunner:
 
         return probe
 
-    def _attention_probe(self, tiles: int) -> Probe:
-        """The products and sums of one attention tile, `tiles` at once."""
-        dim, dtype = self.cache.head_dim, self.cache.data.dtype
-        generator = _generator()
-        known, k, v = (
-            torch.randn((n, dim), generator=generator).to(self._device, dtype) for n in (VARIANTS, TILE_TOKENS, TILE_TOKENS)
+    def _attention_rows_probe(self, sequences: int) -> Probe:
+        """`attend` over two tiles of random K and V, the same for each of `sequences`."""
+        heads, dim, context = self.cache.kv_heads, self.cache.head_dim, 2 * TILE_TOKENS
+        q, k, v = (
+            self._random((VARIANTS, dim)),
+            self._random((1, context, heads, dim)),
+            self._random((1, context, heads, dim)),
         )
 
         def probe(variants: torch.Tensor) -> torch.Tensor:
-            tile_q = known[variants.to(self._device)].expand(tiles, -1, -1).contiguous()
-            tile_k, tile_v = (t.expand(tiles, -1, -1).contiguous() for t in (k, v))
-            scores = torch.bmm(tile_q, tile_k.transpose(1, 2)).float()
-            weights = (scores - scores.amax(-1, keepdim=True)).exp_()
-            out = torch.bmm(weights.to(dtype), tile_v).float()
-            joined = torch.cat((scores, weights, weights.sum(-1, keepdim=True), out), -1)
-            return joined.movedim(1, 0).reshape(len(variants), -1)
+            rows = len(variants)
+            positions = (variants * 5 + TILE_TOKENS).to(self._device)
+            group = QueryGroup(
+                q_rows=variants.repeat(heads * sequences).to(self._device),
+                sequences=sequences,
+                rows=rows,
+                context=context,
+                visible=TILE_TOKENS,
+                row_positions=positions[None, :, None].expand(sequences, -1, -1),
+            )
+            tiled = [t.expand(sequences, -1, -1, -1).contiguous() for t in (k, v)]
+            out = attend(q, tiled[0], tiled[1], group, None, None).view(heads, sequences, rows, dim)
+            return out.movedim(2, 0).reshape(rows, -1)
 
         return probe
+
+    def _is_safe_context(self, rows: int) -> Callable[[int], bool]:
+        """Says whether attention over `context` tokens gives the bits that it gives over the longest possible context.
+
+        Keys beyond `context` are hidden, so this tells whether hidden padding changes anything.
+        """
+        heads, dim = min(2, self.cache.kv_heads), self.cache.head_dim
+        longest = -(-self._longest // TILE_TOKENS) * TILE_TOKENS
+        known: list[torch.Tensor] = []
+
+        def run(context: int, positions: torch.Tensor) -> torch.Tensor:
+            group = QueryGroup(
+                q_rows=torch.arange(rows, device=self._device).repeat(heads),
+                sequences=1,
+                rows=rows,
+                context=context,
+                visible=0,
+                row_positions=positions[None, :, None],
+            )
+            return attend(known[0], known[1][:, :context], known[2][:, :context], group, None, None)
+
+        def is_safe(context: int) -> bool:
+            if not known:
+                shape = (1, longest, heads, dim)
+                known.extend((self._random((rows, dim)), self._random(shape), self._random(shape)))
+            positions = (context - 1 - 7 * torch.arange(rows, device=self._device)).clamp_(min=0)
+            return context >= longest or bool((bits(run(context, positions)) == bits(run(longest, positions))).all())
+
+        return is_safe
+
+    def _random(self, shape: tuple[int, ...]) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(20_24)
+        return torch.randn(shape, generator=generator).to(self._device, self.cache.data.dtype)
 
     def _trial_blocks(self) -> int:
         return -(-_TRIAL_TOKENS // self.cache.block_tokens)
@@ -193,7 +236,3 @@ class ModelRunner:
         flat = tokens.reshape(*tokens.shape[:2], -1, *tokens.shape[4:])[:, :, :_TRIAL_TOKENS]
         raw = flat.contiguous().view(torch.uint8).cpu().numpy()
         return hashlib.sha256(raw.tobytes()).hexdigest()[:12]
-
-
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(20_24)

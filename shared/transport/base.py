@@ -22,6 +22,7 @@ PROBE_TIMEOUT_S: Final = 5.0
 """For the first bytes over a new UCX endpoint; making the first endpoint of a process takes up to 0.5 s."""
 
 T = TypeVar("T")
+Arrived = Callable[[int], None]
 
 
 class Connection(abc.ABC):
@@ -60,9 +61,12 @@ class Connection(abc.ABC):
         """Send the bytes of all buffers in order. Raises PeerGone, UnusableBuffer (before anything is sent)."""
         await self._run(self._send(buffers))
 
-    async def receive_buffers(self, buffers: Sequence[Buffer]) -> None:
-        """Fill all buffers in order, with no copy of ours in between. Raises like `send_buffers`."""
-        await self._run(self._receive(buffers))
+    async def receive_buffers(self, buffers: Sequence[Buffer], arrived: Arrived = lambda _: None) -> None:
+        """Fill all buffers in order, with no copy of ours in between. Raises like `send_buffers`.
+
+        `arrived(i)` is called as soon as buffer i is full, while others may be on their way; it must be quick.
+        """
+        await self._run(self._receive(buffers, arrived))
 
     async def _run(self, operation: Awaitable[T]) -> T:
         try:
@@ -75,7 +79,7 @@ class Connection(abc.ABC):
     async def _send(self, buffers: Sequence[Buffer]) -> None: ...
 
     @abc.abstractmethod
-    async def _receive(self, buffers: Sequence[Buffer]) -> None: ...
+    async def _receive(self, buffers: Sequence[Buffer], arrived: Arrived) -> None: ...
 
     @abc.abstractmethod
     def close(self) -> None:

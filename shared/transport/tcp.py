@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shared.protocol.kv import Carrier
-from shared.transport.base import Connection, Transport
+from shared.transport.base import Arrived, Connection, Transport
 from shared.transport.buffers import Buffer, host_view
 from shared.transport.handshake import Agreement, Side
 from shared.transport.stream import Stream
@@ -18,9 +18,10 @@ class TcpConnection(Connection):
         for view in [host_view(buffer) for buffer in buffers]:
             await self._stream.send_bytes(view)
 
-    async def _receive(self, buffers: Sequence[Buffer]) -> None:
-        for view in [host_view(buffer, writable=True) for buffer in buffers]:
+    async def _receive(self, buffers: Sequence[Buffer], arrived: Arrived) -> None:
+        for number, view in enumerate([host_view(buffer, writable=True) for buffer in buffers]):
             await self._stream.receive_bytes(view)
+            arrived(number)
 
     def close(self) -> None:
         self._stream.close()

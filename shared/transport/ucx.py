@@ -16,7 +16,7 @@ from typing import Any, Final
 import structlog
 
 from shared.protocol.kv import Carrier
-from shared.transport.base import PROBE_TIMEOUT_S, Connection, Transport
+from shared.transport.base import PROBE_TIMEOUT_S, Arrived, Connection, Transport
 from shared.transport.buffers import Buffer, check_buffer
 from shared.transport.errors import CarrierUnusable, PeerGone, TransportUnavailable
 from shared.transport.handshake import Agreement, Side
@@ -56,31 +56,35 @@ class UcxConnection(Connection):
 
     async def _send(self, buffers: Sequence[Buffer]) -> None:
         checked = [check_buffer(buffer, writable=False) for buffer in buffers]
-        await self._move(lambda b: self._endpoint.send(b, tag=self._send_mark, force_tag=True), checked)
+        await self._move(lambda b: self._endpoint.send(b, tag=self._send_mark, force_tag=True), checked, lambda _: None)
 
-    async def _receive(self, buffers: Sequence[Buffer]) -> None:
+    async def _receive(self, buffers: Sequence[Buffer], arrived: Arrived) -> None:
         checked = [check_buffer(buffer, writable=True) for buffer in buffers]
-        await self._move(lambda b: self._endpoint.recv(b, tag=self._receive_mark, force_tag=True), checked)
+        await self._move(lambda b: self._endpoint.recv(b, tag=self._receive_mark, force_tag=True), checked, arrived)
 
-    async def _move(self, start: Callable[[Buffer], Coroutine[Any, Any, Any]], buffers: Sequence[Buffer]) -> None:
-        pending: set[asyncio.Task[Any]] = set()
+    async def _move(
+        self, start: Callable[[Buffer], Coroutine[Any, Any, Any]], buffers: Sequence[Buffer], arrived: Arrived
+    ) -> None:
+        pending: dict[asyncio.Task[Any], int] = {}
         try:
             with self._watch_peer():
-                for buffer in buffers:
+                for number, buffer in enumerate(buffers):
                     if len(pending) == WINDOW:
-                        await self._take_done(pending)
-                    pending.add(asyncio.create_task(start(buffer)))
+                        await self._take_done(pending, arrived)
+                    pending[asyncio.create_task(start(buffer))] = number
                 while pending:
-                    await self._take_done(pending)
+                    await self._take_done(pending, arrived)
         except BaseException:
             self.close()
-            await _settle(pending, self.peer)
+            await _settle(set(pending), self.peer)
             raise
 
-    async def _take_done(self, pending: set[asyncio.Task[Any]]) -> None:
+    async def _take_done(self, pending: dict[asyncio.Task[Any], int], arrived: Arrived) -> None:
         """Wait for at least one and remove those that are done. Raises PeerGone, with the rest still pending."""
         done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-        pending -= done
+        numbers = [pending.pop(task) for task in done]
+        if any(task.cancelled() for task in done):
+            raise PeerGone(f"a transfer with {self.peer} was cancelled from outside")
         errors = [error for task in done if (error := task.exception()) is not None]
         if errors and isinstance(errors[0], self._error):
             raise PeerGone(f"{self.peer} is gone: {errors[0] or type(errors[0]).__name__}") from errors[0]
@@ -89,6 +93,8 @@ class UcxConnection(Connection):
         if self.closed:
             # A send that is given up because the endpoint closes ends without an error.
             raise PeerGone(f"the connection to {self.peer} was closed")
+        for number in numbers:
+            arrived(number)
 
     @contextlib.contextmanager
     def _watch_peer(self) -> Iterator[None]:
@@ -139,7 +145,8 @@ async def _settle(tasks: set[asyncio.Task[Any]], peer: str) -> None:
             cancelled = True
             continue
         for task in done:
-            task.exception()
+            if not task.cancelled():
+                task.exception()  # seen, so that asyncio does not complain of it
         if tasks:
             log.error("ucx_requests_stuck", peer=peer, requests=len(tasks), after_s=time.monotonic() - started)
     if cancelled:
@@ -169,6 +176,7 @@ class UcxTransport(Transport):
 
                 ucxx.init(progress_mode="thread", enable_delayed_submission=True, enable_python_future=True)
         except Exception as error:  # ucxx fails in many ways: ImportError, OSError, RuntimeError, its own errors
+            ucx_log.close()
             raise TransportUnavailable(f"UCX cannot be used: {type(error).__name__}: {error}") from error
         return cls(ucxx, ucx_log)
 

@@ -14,12 +14,15 @@ def of_request(spans: list[ReceivedSpan], request_id: str) -> list[ReceivedSpan]
     return [span for span in spans if span.attributes.get("headrace.request_id") == request_id]
 
 
-def trace_of(otlp: OtlpReceiver, request_id: str, decodes: int) -> list[ReceivedSpan]:
+def trace_of(
+    otlp: OtlpReceiver, request_id: str, decodes: int, names: frozenset[str] = frozenset()
+) -> list[ReceivedSpan]:
     """The request's whole trace, once its root and all its decode spans came."""
 
     def complete(spans: list[ReceivedSpan]) -> bool:
         mine = of_request(spans, request_id)
-        return sum(s.name == "decode" for s in mine) >= decodes and any(s.service.endswith("gateway") for s in mine)
+        gateway_came = any(s.service.endswith("gateway") for s in mine)
+        return gateway_came and sum(s.name == "decode" for s in mine) >= decodes and names <= {s.name for s in mine}
 
     spans = otlp.wait_for(complete, timeout_s=60)
     return otlp.trace(of_request(spans, request_id)[0].trace_id)
@@ -27,8 +30,11 @@ def trace_of(otlp: OtlpReceiver, request_id: str, decodes: int) -> list[Received
 
 def test_a_request_is_one_tree_over_all_services(stack: Stack, otlp: OtlpReceiver) -> None:
     client = openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0, timeout=120)
-    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=12, temperature=0)
-    spans = trace_of(otlp, answer.id, decodes=1)
+    repeating = [{"role": "user", "content": "Say the words: " + "the miller and the wheel and " * 12}]
+    answer = client.chat.completions.create(
+        model=MODEL, messages=repeating, max_tokens=12, temperature=0, extra_body={"ignore_eos": True}
+    )
+    spans = trace_of(otlp, answer.id, decodes=1, names=frozenset({"draft"}))
     assert orphans(spans) == []
     (root,) = [span for span in spans if not span.parent_id]
     assert root.attributes["gen_ai.request.model"] == MODEL
@@ -37,6 +43,7 @@ def test_a_request_is_one_tree_over_all_services(stack: Stack, otlp: OtlpReceive
     (prefill,) = [span for span in spans if span.name == "prefill"]
     assert {"prefill.chunk", "kv.put"} <= {span.name for span in children(spans, prefill)}
     (decode,) = [span for span in spans if span.name == "decode"]
+    assert "draft" in {span.name for span in children(spans, decode)}
     assert decode.attributes["gen_ai.usage.output_tokens"] == 12
     assert decode.attributes["headrace.decode.steps"] >= 1
     assert {span.instance for span in spans} >= {"gateway-0", "prefill-0", "decode-0"}

@@ -209,6 +209,19 @@ def test_ctrl_c_in_the_foreground_stops_everything(operator: Operator) -> None:
     assert alive(processes) == []
 
 
+def test_ctrl_c_while_things_start_stops_what_was_started(operator: Operator) -> None:
+    # A gateway without workers is never ready, so the start goes on until it is interrupted.
+    with subprocess.Popen(
+        [HEADRACE, "up", *SERVERS_ONLY, "--scale", "gateway=1"], env=operator.env, stdout=subprocess.PIPE, text=True
+    ) as foreground:
+        eventually(lambda: len(operator.processes()) == 4)
+        processes = operator.processes()
+        foreground.send_signal(signal.SIGINT)
+        assert foreground.wait(timeout=60) == 130
+    assert alive(processes) == []
+    assert operator.home.load_spec() is None
+
+
 def test_down_from_elsewhere_ends_the_foreground_command_in_peace(operator: Operator) -> None:
     with subprocess.Popen([HEADRACE, "up", *SERVERS_ONLY], env=operator.env, stdout=subprocess.PIPE) as foreground:
         eventually(lambda: operator.run("status").returncode == 0)

@@ -318,6 +318,18 @@ async def test_an_oversize_body_is_refused_however_it_is_framed(http: httpx.Asyn
     assert (await http.post(TEXT, json={"model": "tiny", "prompt": "x"})).status_code == 200
 
 
+async def test_an_endless_body_is_refused_without_waiting_for_its_end(gateway: GatewayProcess, worker: Worker) -> None:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+    for _ in range(5):
+        writer.write(b"1388\r\n" + b"x" * 5000 + b"\r\n")
+    async with asyncio.timeout(PATIENCE_S):
+        head = await reader.readuntil(b"\r\n\r\n")
+    assert b" 413 " in head.split(b"\r\n")[0]
+    writer.close()
+
+
 async def test_a_body_that_never_arrives_is_given_up(gateway: GatewayProcess, worker: Worker) -> None:
     host, port = gateway.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))

@@ -19,7 +19,7 @@ from services.gateway.openai_schema import parse_call
 from services.gateway.terms import keyed_request_id
 from shared.bus import Bus
 from shared.protocol.records import Accepted, Ended, ErrorInfo
-from shared.protocol.streams import REQUESTS
+from shared.protocol.streams import LOG, REQUESTS
 from tests.conftest import NatsServer
 from tests.integration.gateway_harness import (
     PATIENCE_S,
@@ -576,6 +576,28 @@ async def test_a_gateway_with_all_slots_taken_refuses_and_recovers(
         return (await http.post(small.url + CHAT, json=chat_body(fresh_seed()))).status_code == 200
 
     await until(served)
+
+
+async def test_a_log_stream_that_would_drop_running_requests_refuses_new_ones(
+    own_nats: NatsServer, start: Start, http: httpx.AsyncClient
+) -> None:
+    gateway = start("deserted", url=own_nats.url)
+    async with await Bus.connect(own_nats.url, name="test") as bus:
+        config = (await bus.js.stream_info(LOG.name)).config
+        await bus.js.update_stream(config.evolve(max_bytes=20_000))
+        for n in range(30):
+            await bus.js.publish(f"hr.tok.default.filler{n}", b"x" * 900)
+
+        async def refused() -> bool:
+            answer = await http.post(
+                gateway.url + CHAT,
+                json=chat_body(1) | {"model": "deserted"},
+                headers={"x-headrace-queue-timeout-s": "0.2"},
+            )
+            return bool(answer.json()["error"]["code"] == "log_full" and answer.headers["retry-after"])
+
+        await until(refused)
+    assert gateway.stop() == 0
 
 
 # Stops and restarts

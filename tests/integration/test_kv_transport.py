@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 import numpy as np
 import pytest
 import pytest_asyncio
+import structlog
 
 from shared.protocol.kv import MAX_HEADER_BYTES, NONCE_BYTES, Challenge, Welcome, encode_kv
 from shared.transport import (
@@ -34,7 +36,7 @@ TIMEOUT_S = 10.0
 
 
 class Peer:
-    def __init__(self, kind: str, *, port: int = 0, max_connections: int = 64) -> None:
+    def __init__(self, kind: str, *, port: int = 0, max_connections: int = 64, **environment: str) -> None:
         self.port = port or free_port()
         self._process = subprocess.Popen(
             [
@@ -45,7 +47,8 @@ class Peer:
                 str(self.port),
                 SECRET.decode(),
                 str(max_connections),
-            ]
+            ],
+            env={**os.environ, **environment},
         )
         wait_for_port(self.port, self._process)
 
@@ -363,6 +366,78 @@ async def test_peers_of_different_transports_agree_on_tcp(transport: Transport, 
         connection.close()
     finally:
         other.kill()
+
+
+async def test_where_ucx_finds_no_way_tcp_takes_over_with_a_warning(transport: Transport, kind: str) -> None:
+    if kind == "tcp":
+        pytest.skip("concerns UCX only")
+    lonely = Peer("ucx", UCX_TLS="self")
+    try:
+        with structlog.testing.capture_logs() as logs:
+            connection = await connect(transport, lonely)
+            again = await connect(transport, lonely)
+        assert (connection.carrier, again.carrier) == ("tcp", "tcp")
+        assert [entry["event"] for entry in logs if entry["log_level"] == "warning"] == ["ucx_unreachable_using_tcp"]
+        into = [np.zeros(300_000, np.uint8)]
+        await again.send_header(b"send 1 300000")
+        await again.receive_buffers(into)
+        assert np.array_equal(into[0], pattern(0, 300_000))
+        connection.close()
+        again.close()
+    finally:
+        lonely.kill()
+
+
+LOADING = """
+import asyncio, sys
+sys.modules["ucxx"] = None
+from shared.transport import pick_transport
+async def main():
+    print(pick_transport(sys.argv[1]).describe())
+asyncio.run(main())
+"""
+
+
+def test_a_process_without_ucx_falls_back_with_a_warning_or_fails_when_ucx_was_asked_for() -> None:
+    def load(preference: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", LOADING, preference]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    fallen_back = load("auto")
+    assert fallen_back.stdout.splitlines()[-1] == "tcp"
+    assert "transport_fell_back" in fallen_back.stdout + fallen_back.stderr
+    assert "TransportUnavailable" in load("ucx").stderr
+
+
+CONNECTING = """
+import asyncio
+from shared.transport import Listener, pick_transport
+async def main():
+    transport = pick_transport("ucx")
+    try:
+        async with Listener(transport, lambda connection: asyncio.sleep(60), b"s", host="127.0.0.1") as listener:
+            connection = await transport.connect("127.0.0.1", listener.port, b"s", 10)
+            print(transport.describe())
+            connection.close()
+    finally:
+        await transport.close()
+asyncio.run(main())
+"""
+
+
+def test_ucx_without_shared_memory_and_cma_is_called_slow() -> None:
+    def connecting(**environment: str) -> str:
+        command = [sys.executable, "-c", CONNECTING]
+        run = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, check=True, env={**os.environ, **environment}
+        )
+        return run.stdout + run.stderr
+
+    slow, usual = connecting(UCX_TLS="tcp"), connecting()
+    assert "ucx_is_slow" in slow
+    assert "ucx (tcp)" in slow
+    assert "ucx_is_slow" not in usual
+    assert "cma" in usual
 
 
 async def test_the_transport_says_what_carries_the_bytes(transport: Transport, lasting_peer: Peer, kind: str) -> None:

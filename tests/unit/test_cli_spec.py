@@ -94,6 +94,12 @@ def test_services_get_the_stacks_variables_over_the_callers() -> None:
     assert environment["HEADRACE_SECRET"] == "s3cret"
 
 
+def test_a_secret_that_the_caller_shares_between_machines_is_kept_and_ports_of_one_process_are_not() -> None:
+    environment = service_environment(spec(), "ours", 1, {"HEADRACE_SECRET": "shared", "HEADRACE_METRICS_PORT": "9100"})
+    assert environment["HEADRACE_SECRET"] == "shared"
+    assert "HEADRACE_METRICS_PORT" not in environment
+
+
 @pytest.mark.parametrize(
     ("target", "names"),
     [

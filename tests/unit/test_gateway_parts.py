@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, processors
 
 from services.gateway.auth import Keyring
 from services.gateway.deadlines import Deadlines, overdue_error
@@ -155,6 +156,18 @@ async def test_long_prompts_are_tokenized_in_a_thread_to_the_same_ids(prompter: 
         assert len(await prompter.token_ids(call)) == len(text.encode())
         chat = parse_call({"model": "m", "messages": [{"role": "user", "content": text}]}, "chat")
         assert len(await prompter.token_ids(chat)) == len(f"u:{text}\na:".encode())
+
+
+async def test_a_leading_marker_is_added_to_text_and_left_to_the_template_in_chats(tmp_path: Path) -> None:
+    path = make_model(tmp_path / "tiny")
+    raw = Tokenizer.from_file(str(path / "tokenizer.json"))
+    raw.post_processor = processors.TemplateProcessing(single="<|im_end|> $A", special_tokens=[("<|im_end|>", 0)])
+    raw.save(str(path / "tokenizer.json"))
+    prompter = Prompter(ChatTokenizer.load(path))
+    text = parse_call({"model": "m", "prompt": "x"}, "completion")
+    chat = parse_call({"model": "m", "messages": [{"role": "user", "content": "x"}]}, "chat")
+    assert (await prompter.token_ids(text))[0] == 0
+    assert (await prompter.token_ids(chat))[0] != 0
 
 
 async def test_the_output_limit_fits_the_context(prompter: Prompter) -> None:

