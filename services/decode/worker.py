@@ -45,7 +45,7 @@ class DecodeWorker:
         self._settings = settings
         self._metrics = metrics
         self.drafts = DraftLink(bus, host.async_engine, settings, host.model.name, worker)
-        self.holdings = Holdings(bus, "decode", worker, metrics.queue, lambda: host.progress_unix_s)
+        self.holdings = Holdings(bus, "decode", worker, metrics.queue, lambda: host.progress_unix_s, kv.release)
         self.last_error = ""
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -133,29 +133,25 @@ class DecodeWorker:
     async def _decode(self, holding: Holding, job: DecodeJob) -> None:
         request = holding.request
         tokens = [*request.prompt_ids, *holding.state.output_ids]
-        sequence = await self._host.new_sequence(
+        sequence = await self._host.open(
             request.request_id,
             tokens,
             len(request.prompt_ids),
             request.params,
             speculate=request.speculation == "auto" and self._settings.speculation == "auto",
         )
-        if sequence.finish_reason is not None:  # the last holder died between its last token and its last word
-            await self._end(holding, job, sequence.finish_reason, len(holding.state.output_ids), 0, 0)
-            return
-        self._host.feed.open(sequence.seq_id)
-        push: BlockPush | None = None
+        push = BlockPush(self._host, self._kv, sequence, request.request_id, self._settings.lease_s, pinned=False)
         try:
-            await self._host.admit(sequence)
-            push = BlockPush(self._host, self._kv, sequence, request.request_id, self._settings.lease_s)
+            if sequence.finish_reason is not None:  # the last holder died between its last token and its last word
+                await self._end(holding, job, sequence.finish_reason, len(holding.state.output_ids), 0, 0)
+                return
             loaded = await self._load(sequence, request.salt, job.manifest, push)
             self.drafts.join(request, tokens)
             await self._host.begin(sequence, loaded)
             await self.drafts.ask(request.request_id)
             await self._emit(holding, job, sequence, push)
         finally:
-            if push is not None:
-                await asyncio.shield(push.abandon())
+            await asyncio.shield(push.abandon())
             await asyncio.shield(self._host.release(sequence))
             await asyncio.shield(self._kv.release(request.request_id))
 

@@ -14,17 +14,12 @@ from nats.aio.msg import Msg
 from services.gateway.endings import Ending, Endings
 from shared.bus import Bus
 from shared.protocol.records import Accepted
-from shared.protocol.subjects import encode_token
+from shared.protocol.subjects import attached_subject
 
 MAX_GRACES: Final = 4096
 ANSWER_S: Final = 2.0
 
 log = structlog.get_logger(__name__)
-
-
-def attached_subject(tenant: str, request_id: str) -> str:
-    """Core NATS, between gateways: whoever follows the request answers here."""
-    return f"hr.gw.attached.{encode_token(tenant)}.{encode_token(request_id)}"
 
 
 class Attachments:

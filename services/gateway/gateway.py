@@ -83,7 +83,7 @@ class Gateway:
     def end_overdue(self, accepted: Accepted, overdue: Overdue, has_output: bool) -> None:
         """Have a request ended that is past a deadline, with the reason that the status board suggests."""
         stage: Stage = "decode" if has_output else "prefill"
-        workers = self.bus.statuses.live(stage, self.model.name)
+        workers = self.bus.statuses.live(stage, accepted.model)
         error = overdue_error(overdue, stage, workers, time.time() - accepted.created_unix_s)
         self.endings.request(Ending(accepted, "error", error))
 

@@ -10,9 +10,13 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from services.kvstore.slabs import SlabPool, Slot
 from shared.protocol.kv import BlockMeta, Stats, Verdict
+
+MAX_CHANGES: Final = 65_536
+"""Blocks that are gone and that the index has not been told of yet."""
 
 
 @dataclass(slots=True, eq=False)
@@ -148,7 +152,7 @@ class BlockStore:
         block = Block(ticket.meta, ticket.slot, now_s)
         self._blocks[ticket.meta.key] = block
         self._classify(block)
-        self.changes[ticket.meta.key] = None
+        self._note_change(ticket.meta.key)
 
     def roll_back(self, ticket: Ticket) -> None:
         self._used_bytes -= ticket.slot.size
@@ -167,7 +171,7 @@ class BlockStore:
         self._used_bytes -= block.slot.size
         if block.pins == 0:
             self._pool.give_back(block.slot)
-        self.changes[key] = None
+        self._note_change(key)
 
     # Leases
 
@@ -286,7 +290,7 @@ class BlockStore:
         if expires_s > lease.expires_s:
             lease.expires_s = expires_s
             heapq.heappush(self._expiries, (expires_s, lease_id))
-            self.lease_changes[lease_id] = None
+            self._note_lease_change(lease_id)
             if len(self._expiries) > 4 * len(self._leases) + 64:
                 self._expiries = [(known.expires_s, name) for name, known in self._leases.items()]
                 heapq.heapify(self._expiries)
@@ -299,8 +303,19 @@ class BlockStore:
             block = self._blocks[key]
             block.leases -= 1
             self._classify(block)
-        self.lease_changes[lease_id] = None
+        self._note_lease_change(lease_id)
         return True
+
+    def _note_change(self, key: bytes) -> None:
+        """Bounded: after long without an index, blocks that are gone need not be told of; their entries expire."""
+        self.changes[key] = None
+        if len(self.changes) > MAX_CHANGES + len(self._blocks):
+            self.changes = dict.fromkeys(self._blocks)
+
+    def _note_lease_change(self, lease_id: str) -> None:
+        self.lease_changes[lease_id] = None
+        if len(self.lease_changes) > 2 * self._max_leases:
+            self.lease_changes = dict.fromkeys(self._leases)
 
 
 def _content(meta: BlockMeta) -> tuple[int, int]:

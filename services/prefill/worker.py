@@ -44,7 +44,7 @@ class PrefillWorker:
         self._kv = kv
         self._settings = settings
         self._metrics = metrics
-        self.holdings = Holdings(bus, "prefill", worker, metrics.queue, lambda: host.progress_unix_s)
+        self.holdings = Holdings(bus, "prefill", worker, metrics.queue, lambda: host.progress_unix_s, kv.release)
         self.last_error = ""
         self._depth_read_s = 0.0
         self._jobs_waiting = 0
@@ -131,21 +131,22 @@ class PrefillWorker:
             await self._kv.lease(request.request_id, [ref.key for ref in stored if ref], self._lease_s(request))
             await self._hand_over(holding, keys, stored, holding.state.output_ids, cached_tokens=0)
             return
-        sequence = await self._host.new_sequence(
+        found = await self._find_prefix(request, keys)
+        sequence = await self._host.open(
             request.request_id,
             list(request.prompt_ids),
             len(request.prompt_ids),
             request.params,
             prefill_only=True,
-            speculate=False,
+            begin=not found,
+            pin=True,
         )
-        self._host.feed.open(sequence.seq_id)
-        push: BlockPush | None = None
+        push = BlockPush(self._host, self._kv, sequence, request.request_id, self._lease_s(request), pinned=True)
         try:
-            await self._host.admit(sequence)
-            push = BlockPush(self._host, self._kv, sequence, request.request_id, self._lease_s(request))
-            cached = await self._load_cached(request, sequence, keys, push)
-            await self._host.begin(sequence, cached)
+            cached = 0
+            if found:
+                cached = await self._load_cached(request, sequence, found, push)
+                await self._host.begin(sequence, cached)
             final = await self._compute(sequence, keys, push)
             await holding.log.append(Tokens(epoch=holding.epoch, index=0, ids=list(final.new_ids), text=final.text))
             self._metrics.prefill_time.observe(time.time() - holding.claimed_unix_s)
@@ -164,29 +165,31 @@ class PrefillWorker:
             refs = await push.finish()
             await self._hand_over(holding, keys, refs, list(final.new_ids), cached)
         finally:
-            if push is not None:
-                await asyncio.shield(push.abandon())
+            await asyncio.shield(push.abandon())
             await asyncio.shield(self._host.release(sequence))
 
     @staticmethod
     def _lease_s(request: GenerationRequest) -> float:
         return max(request.deadline_unix_s - time.time(), 1.0)
 
-    async def _load_cached(
-        self, request: GenerationRequest, sequence: EngineSequence, keys: list[BlockKey], push: BlockPush
-    ) -> int:
-        """Fetch the longest stored prefix into the sequence's blocks; tokens that need no computing.
+    async def _find_prefix(self, request: GenerationRequest, keys: Sequence[BlockKey]) -> list[BlockRef]:
+        """The longest run of stored blocks from the start of the prompt.
 
         At least the prompt's last token is computed, since its logits give the first output token.
         """
         whole = (len(request.prompt_ids) - 1) // self._settings.block_tokens
+        refs = await self._kv.find([key.key for key in keys[:whole]])
         found: list[BlockRef] = []
-        for ref in await self._kv.find([key.key for key in keys[:whole]]):
+        for ref in refs:
             if ref is None:
                 break
             found.append(ref)
-        if not found:
-            return 0
+        return found
+
+    async def _load_cached(
+        self, request: GenerationRequest, sequence: EngineSequence, found: list[BlockRef], push: BlockPush
+    ) -> int:
+        """Fetch stored blocks into the sequence's; tokens that need no computing, up to the first block that failed."""
         with tracer().start_as_current_span("kv.get", attributes={attr.BLOCKS: len(found)}) as span:
             await self._kv.lease(request.request_id, [ref.key for ref in found], self._lease_s(request))
             buffers = [self._host.block_buffer(block_id) for block_id in sequence.block_ids[: len(found)]]

@@ -190,7 +190,10 @@ class KVClient:
                 self._pool.borrow(place.host, place.port) as connection,
             ):
                 return await operation(connection)
-        except (TransportError, TimeoutError) as error:
+        except TimeoutError:
+            self._pool.mark_down(place.host, place.port, "it did not answer in time")
+            log.warning("exchange_too_late", hop=hop, store=place.store)
+        except TransportError as error:
             log.warning("exchange_failed", hop=hop, store=place.store, error=f"{type(error).__name__}: {error}")
         except Exception:
             log.exception("exchange_broke", hop=hop, store=place.store)

@@ -127,7 +127,12 @@ class Bus:
                 if self.client.is_connected:
                     await self.client.flush()
                 await self.client.close()
-        except (nats.errors.Error, TimeoutError) as error:
+        except (
+            nats.errors.Error,
+            TimeoutError,
+            OSError,
+            RuntimeError,
+        ) as error:  # a dead uvloop transport raises the last
             log.warning("close_unclean", error=str(error))
 
     @property

@@ -41,8 +41,8 @@ log = structlog.get_logger(__name__)
 class Delivery:
     """One message of a work queue in this worker's hands.
 
-    Exactly one of `ack`, `give_back` ends it. A worker that lost the request does neither: an ack by an earlier holder
-    would delete the message under its successor.
+    Exactly one of `ack`, `drop`, `give_back` ends it. A worker that lost the request calls none: an ack by an earlier
+    holder would delete the message under its successor.
     """
 
     message: Msg
@@ -57,6 +57,10 @@ class Delivery:
     @property
     def headers(self) -> dict[str, str]:
         return dict(self.message.headers or {})
+
+    async def drop(self) -> None:
+        """Done with it, without waiting: for a request that ended elsewhere, whose message may be gone already."""
+        await self.message.ack()
 
     async def ack(self) -> None:
         """Done with it. Waits for the server's word; after a lost ack the redelivery finds the log ended."""

@@ -7,6 +7,7 @@ from shared.engine.async_engine import AsyncEngine
 from shared.engine.config import EngineConfig
 from shared.engine.engine import Engine
 from shared.engine.errors import (
+    BadLogits,
     EngineError,
     EngineStopped,
     NumericsError,
@@ -20,6 +21,7 @@ from shared.engine.sequence import Sequence, SequenceStep, StepStats
 
 __all__ = [
     "AsyncEngine",
+    "BadLogits",
     "Engine",
     "EngineConfig",
     "EngineError",

@@ -1,7 +1,7 @@
 """Makes activation functions give an element the same bits wherever it stands.
 
-Torch computes SiLU, GELU and sigmoid differently in whole vectors and in the few elements left over at the end of a run (or of
-a thread's share). The wrapper leaves none over.
+Torch computes SiLU, GELU and sigmoid differently in whole vectors and in the few elements left over at the end of a run
+(or of a thread's share). The wrapper leaves none over.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class UniformActivation(nn.Module):
         if x.shape[-1] % _VECTOR == 0 and (torch.get_num_threads() == 1 or x.numel() <= _SERIAL_ELEMENTS):
             return self.inner(x)  # type: ignore[no-any-return]
         flat = nn.functional.pad(x.reshape(-1), (0, -x.numel() % _VECTOR))
-        runs = [self.inner(run) for run in flat.split(_SERIAL_ELEMENTS)]
+        runs = [self.inner(run) for run in torch.split(flat, _SERIAL_ELEMENTS)]
         return torch.cat(runs)[: x.numel()].view(x.shape)
 
 

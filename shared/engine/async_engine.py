@@ -132,11 +132,14 @@ class AsyncEngine:
             return True
         if steps:
             self._send(self._on_steps, steps, engine.last_stats)
-        return bool(steps)
+        failures = engine.take_failures()
+        for seq_id, failure in failures:
+            engine.release(seq_id)
+            self._send(self._on_failure, [seq_id], failure)
+        return bool(steps or failures)
 
     def _send(self, callback: Callable[..., None], *args: Any) -> None:
-        assert self._loop is not None
-        if not self._loop.is_closed():
+        if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(callback, *args)
 
     def _resolve(self, future: asyncio.Future[T], result: Any, error: BaseException | None) -> None:

@@ -1,8 +1,8 @@
 """Attention over the paged cache, registered with Transformers' attention interface.
 
-Bitwise independent of batch, chunking and block order: scores and softmax are computed for each row on its own, over a context
-length that is proven to give the same bits as any longer one; values are summed in tiles of fixed length, in order. What a
-row must not see contributes exact zeros, so padding and longer neighbours change nothing.
+Bitwise independent of batch, chunking and block order: scores and softmax are computed for each row on its own, over a
+context length that is proven to give the same bits as any longer one; values are summed in tiles of fixed length, in
+order. What a row must not see contributes exact zeros, so padding and longer neighbours change nothing.
 """
 
 from __future__ import annotations
@@ -84,18 +84,18 @@ def attend(
         scores = scores.div_(softcap).tanh_().mul_(softcap)
     first, hidden = group.hidden(window)
     scores[..., first:].masked_fill_(hidden, float("-inf"))
-    weights = torch.softmax(scores, -1)
+    weights = torch.softmax(scores, -1, dtype=torch.float32).to(v.dtype)
     weights = weights.view(kv_heads, sequences, rows, tiles, TILE_TOKENS).transpose(2, 3)
     weights = weights.reshape(kv_heads, sequences * tiles, rows, TILE_TOKENS)
     tile_v = v.reshape(sequences * tiles, TILE_TOKENS, kv_heads, head_dim).unbind(2)
     parts = q.new_empty((kv_heads, sequences * tiles, rows, head_dim))
     for out, a, b in zip(parts.unbind(), weights.unbind(), tile_v, strict=True):
         torch.bmm(a, b, out=out)
-    tile_out = parts.view(kv_heads, sequences, tiles, rows, head_dim).unbind(2)
+    tile_out = parts.float().view(kv_heads, sequences, tiles, rows, head_dim).unbind(2)
     total = tile_out[0]
     for part in tile_out[1:]:
         total += part
-    return total.reshape(-1, head_dim)
+    return total.to(v.dtype).reshape(-1, head_dim)
 
 
 def register() -> None:

@@ -76,7 +76,7 @@ class QueryGroup:
 
 @dataclass
 class CacheRead:
-    """One gather of K and V, `context` tokens (whole tiles) of each of `sequences`, and the query groups that use it."""
+    """One gather of K and V: `context` tokens (whole tiles) of each of `sequences`; and the groups that use it."""
 
     rows: torch.Tensor
     """[sequences * context / read_tokens] read rows."""
@@ -123,7 +123,7 @@ class _Span:
 
 @dataclass(frozen=True)
 class SafeSizes:
-    """Sizes at which results are proven not to depend on the size (see `row_safety`). Each maps to one at least as big."""
+    """Each maps a size to one at least as big at which results are proven not to depend on it (see `row_safety`)."""
 
     rows: Callable[[int], int]
     head_rows: Callable[[int], int]

@@ -14,7 +14,7 @@ class EngineConfig:
     """`dtype` names the path of the matrix products: on CPU `fp16-packed` or `fp32`, on CUDA `bf16` or `fp32`.
 
     `max_batch_tokens` bounds the tokens of one forward, `max_running` the sequences that take part in a step,
-    `kv_memory_bytes` the memory of the paged cache. `max_draft_tokens` bounds the drafted rows of one sequence in a step.
+    `max_draft_tokens` the drafted rows of one sequence in a step, `kv_memory_bytes` the memory of the paged cache.
     """
 
     model_path: Path

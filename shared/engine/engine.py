@@ -17,7 +17,7 @@ from shared.engine.batch import SequenceRows
 from shared.engine.block_pool import BlockPool
 from shared.engine.config import EngineConfig
 from shared.engine.detokenizer import Detokenizer
-from shared.engine.errors import EngineError, PromptTooLong, SequenceTooLarge, UnknownSequence
+from shared.engine.errors import BadLogits, EngineError, PromptTooLong, SequenceTooLarge, UnknownSequence
 from shared.engine.runner import ModelRunner
 from shared.engine.sampler import choose_token
 from shared.engine.scheduler import Scheduler, Work
@@ -52,6 +52,7 @@ class Engine:
             on_allocate=runner.cache.clear,
         )
         self._sequences: dict[str, Sequence] = {}
+        self._failures: list[tuple[str, EngineError]] = []
         self._arrivals = itertools.count()
 
     @classmethod
@@ -91,7 +92,7 @@ class Engine:
             raise EngineError(f"sequence {seq_id}: token ids must lie in 0 .. {self.vocab_size - 1}")
         if num_prompt >= self.context_length:
             raise PromptTooLong(
-                f"sequence {seq_id}: a prompt of {num_prompt} tokens leaves no room in a context of {self.context_length}"
+                f"sequence {seq_id}: a prompt of {num_prompt} tokens fills the context of {self.context_length}"
             )
         max_length = min(self.context_length, num_prompt + params.max_tokens)
         if self._scheduler.blocks_for(max_length) > self.pool.num_blocks:
@@ -117,7 +118,7 @@ class Engine:
     def admit(self, sequence: Sequence) -> None:
         """Allocate blocks for the tokens known and one more, zeroed. Raises OutOfBlocks; then nothing is held."""
         self._check_known(sequence)
-        self._scheduler.grow(sequence, min(len(sequence.token_ids) + 1, sequence.max_length))
+        self._scheduler.admit(sequence, min(len(sequence.token_ids) + 1, sequence.max_length))
         if sequence.state == "new":
             sequence.state = "admitted"
 
@@ -144,6 +145,24 @@ class Engine:
             raise EngineError(f"sequence {sequence.seq_id} has ended already: {sequence.finish_reason}")
         sequence.num_sampled = 0
         self._scheduler.add(sequence)
+
+    def pin(self, seq_id: str) -> list[int]:
+        """Bar preemption of the sequence until `unpin`, so that its blocks can be read from outside between steps.
+
+        Returns its blocks whose KV is complete, in order: fewer than expected, or none, after a preemption. Pins are
+        counted. Raises UnknownSequence.
+        """
+        sequence = self._sequences.get(seq_id)
+        if sequence is None:
+            raise UnknownSequence(f"sequence {seq_id} is not known to this engine, or was released")
+        sequence.pins += 1
+        return sequence.block_ids[: self._scheduler.blocks_for(sequence.num_computed)]
+
+    def unpin(self, seq_id: str) -> None:
+        """Undo one `pin`. Unknown ids are ignored: release ends all pins."""
+        sequence = self._sequences.get(seq_id)
+        if sequence is not None:
+            sequence.pins = max(0, sequence.pins - 1)
 
     def propose(self, seq_id: str, start: int, token_ids: list[int]) -> None:
         """Drafted tokens from absolute position `start` on; used in the next step if they agree with the sequence.
@@ -206,10 +225,18 @@ class Engine:
         """Sequences that were started and have not ended."""
         return [s.seq_id for s in (*self._scheduler.running, *self._scheduler.waiting)]
 
+    def take_failures(self) -> list[tuple[str, EngineError]]:
+        """Sequences that failed in steps since the last call; they hold their blocks until release."""
+        failures, self._failures = self._failures, []
+        return failures
+
     # Steps
 
     def step(self) -> list[SequenceStep]:
-        """One forward over what the scheduler chose. Returns what happened to each sequence that took part."""
+        """One forward over what the scheduler chose. Returns what happened to each sequence that took part.
+
+        A sequence whose logits are unusable is left out and told by `take_failures`.
+        """
         started_s = time.monotonic()
         work = self._scheduler.schedule()
         steps: list[SequenceStep] = []
@@ -218,7 +245,12 @@ class Engine:
             row = 0
             for item in work:
                 rows = 1 + len(item.drafts) if item.samples else 0
-                steps.append(self._finish_work(item, logits[row : row + rows]))
+                try:
+                    steps.append(self._finish_work(item, logits[row : row + rows]))
+                except BadLogits as error:
+                    self._scheduler.remove(item.sequence)
+                    item.sequence.state = "failed"
+                    self._failures.append((item.sequence.seq_id, error))
                 row += rows
         self.last_stats = StepStats(
             started_s=started_s,
@@ -240,9 +272,7 @@ class Engine:
         text = ""
         accepted = 0
         if work.samples:
-            chosen, accepted = verify(
-                work.drafts, lambda i: choose_token(logits[i], sequence.params, position=known + i)
-            )
+            chosen, accepted = verify(work.drafts, lambda i: self._choose(sequence, logits[i], known + i))
             text = self._advance(sequence, chosen)
             new_ids = sequence.token_ids[known:]
             accepted = min(accepted, len(new_ids))
@@ -264,6 +294,13 @@ class Engine:
             drafted=len(work.drafts),
             accepted=accepted,
         )
+
+    @staticmethod
+    def _choose(sequence: Sequence, logits: NDArray[np.float32], position: int) -> int:
+        try:
+            return choose_token(logits, sequence.params, position)
+        except FloatingPointError as error:
+            raise BadLogits(f"sequence {sequence.seq_id}, position {position}: {error}") from error
 
     def _advance(self, sequence: Sequence, token_ids: list[int]) -> str:
         """Append output tokens until one ends the sequence; those after it are dropped. Returns the visible text."""

@@ -27,6 +27,10 @@ class PromptTooLong(EngineError):
     """The tokens known leave no room for one more within the model's context length."""
 
 
+class BadLogits(EngineError):
+    """The model gave logits that are not numbers for a sequence; only that sequence fails."""
+
+
 class UnknownSequence(EngineError):
     """No sequence of that id is known, or it is not in the state that the call needs."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,16 @@ from shared.protocol.blocks import KVLayout
 
 Index = NDArray[np.int64]
 
+_PAGE = 4096
+
 
 class KVCache:
     """One tensor `[num_blocks, 2 (K, V), layers, block_tokens, kv_heads, head_dim]`, each block contiguous.
 
     Attention addresses it as rows. A token's *token row* is its index in the cache seen as
-    `[num_blocks * 2 * layers * block_tokens, kv_heads * head_dim]` for layer 0's K; the views below are shifted, so that
-    the same index finds the K or V of any layer. Reads take `read_tokens` neighbouring tokens at once: the *read row* of
-    a token is `token_row // read_tokens`.
+    `[num_blocks * 2 * layers * block_tokens, kv_heads * head_dim]` for layer 0's K; the views below are shifted, so
+    that the same index finds the K or V of any layer. Reads take `read_tokens` neighbouring tokens at once: the
+    *read row* of a token is `token_row // read_tokens`.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device, *, read_tokens: int) -> None:
@@ -28,12 +31,8 @@ class KVCache:
         self.block_tokens = layout.block_tokens
         self.kv_heads = layout.kv_heads
         self.head_dim = layout.head_dim
-        dtype = getattr(torch, layout.kv_dtype)
-        self.data = torch.zeros(
-            (num_blocks, 2, layout.layers, layout.block_tokens, layout.kv_heads, layout.head_dim),
-            dtype=dtype,
-            device=device,
-        )
+        shape = (num_blocks, 2, layout.layers, layout.block_tokens, layout.kv_heads, layout.head_dim)
+        self.data = _zeros(shape, getattr(torch, layout.kv_dtype), device)
         self.rows_per_block = 2 * layout.layers * layout.block_tokens
         token_rows = self.data.view(num_blocks * self.rows_per_block, layout.kv_heads * layout.head_dim)
         read_rows = token_rows.view(-1, read_tokens * layout.kv_heads * layout.head_dim)
@@ -58,3 +57,13 @@ class KVCache:
         """Token rows of a sequence's positions, given its blocks in order. Shapes: [blocks], [any] -> [any] int64."""
         rows: Index = block_ids[positions // self.block_tokens] * self.rows_per_block + positions % self.block_tokens
         return rows
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On CPU the pages are mapped at first use: touching gigabytes at start would take seconds."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(size + _PAGE, np.uint8)
+    skipped = -raw.ctypes.data % _PAGE
+    return torch.from_numpy(raw[skipped : skipped + size]).view(dtype).view(shape)

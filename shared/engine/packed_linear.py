@@ -60,9 +60,7 @@ def _as_linear(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | 
     if type(module) is nn.Linear:
         return module.weight, module.bias
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
-        weight, bias = module.weight, module.bias
-        assert isinstance(weight, torch.Tensor) and isinstance(bias, torch.Tensor)
-        return weight.T, bias
+        return module.get_parameter("weight").T, module.get_parameter("bias")
     return None
 
 

@@ -85,8 +85,7 @@ class ModelRunner:
             self.model.module.base_model(**inputs)  # type: ignore[operator]
             return np.empty((0, self.model.vocab_size), np.float32)
         logits = self.model.module(**inputs, logits_to_keep=batch.logit_rows).logits
-        rows = logits[0, : batch.num_logits].float().cpu().numpy()
-        return rows  # type: ignore[no-any-return]
+        return logits[0, : batch.num_logits].float().cpu().numpy()  # type: ignore[no-any-return]
 
     # Proofs at load
 

@@ -1,7 +1,7 @@
 """Chooses one token from one row of logits. A pure function of (row, parameters, absolute position).
 
-The choice is the arg max over the candidates of logit/temperature + Gumbel noise, so it depends on nothing but the logits:
-not on drafts, not on neighbours, not on the worker.
+The choice is the arg max over the candidates of logit/temperature + Gumbel noise, so it depends on nothing but the
+logits: not on drafts, not on neighbours, not on the worker.
 """
 
 from __future__ import annotations
@@ -17,9 +17,15 @@ _FIRST_GUESS = 256
 
 
 def choose_token(logits: NDArray[np.float32], params: SamplingParams, position: int) -> int:
-    """`logits` [vocabulary]; `position` is the absolute index, in prompt and output, of the token to be chosen."""
+    """`logits` [vocabulary]; `position` is the absolute index, in prompt and output, of the token to be chosen.
+
+    Raises FloatingPointError when the largest logit is not a finite number.
+    """
+    best = int(logits.argmax())  # the first maximum (so the lowest id wins ties), or the first NaN
+    if not np.isfinite(logits[best]):
+        raise FloatingPointError(f"the largest logit is {logits[best]}")
     if params.temperature == 0:
-        return int(logits.argmax())  # the first maximum: the lowest id wins ties
+        return best
     ids, scaled = candidates(logits, params)
     if len(ids) == 1:
         return int(ids[0])

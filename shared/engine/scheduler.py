@@ -1,7 +1,7 @@
 """Decides what the next forward holds: decode rows first, then drafts, then prompt chunks. Pure; it has no clock.
 
 Invariants: a step has at most `max_batch_tokens` rows and `max_running` sequences; each sequence's blocks cover what it
-is about to compute; the oldest sequence is never preempted for a younger one.
+is about to compute; a sequence is preempted only for an older one (or yields itself), and never while pinned.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Scheduler:
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
         self._max_draft_tokens = max_draft_tokens
+        self._on_allocate = on_allocate
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
-        self._on_allocate = on_allocate
 
     # Membership
 
@@ -72,7 +72,18 @@ class Scheduler:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self._block_tokens)
 
-    def grow(self, sequence: Sequence, tokens: int) -> None:
+    def admit(self, sequence: Sequence, tokens: int) -> None:
+        """Blocks for a sequence that has not started. Those that wait for theirs go first. Raises OutOfBlocks."""
+        owed = sum(self.blocks_for(len(s.token_ids)) for s in self.waiting if not s.block_ids)
+        missing = self.blocks_for(tokens) - len(sequence.block_ids)
+        if missing > 0 and missing + owed > self._pool.num_free:
+            raise OutOfBlocks(
+                f"sequence {sequence.seq_id} wants {missing} KV blocks; {self._pool.num_free} are free and "
+                f"{owed} of them are owed to waiting sequences"
+            )
+        self._grow(sequence, tokens)
+
+    def _grow(self, sequence: Sequence, tokens: int) -> None:
         """Give the sequence blocks for `tokens` tokens. Raises OutOfBlocks and changes nothing."""
         missing = self.blocks_for(tokens) - len(sequence.block_ids)
         if missing > 0:
@@ -81,40 +92,46 @@ class Scheduler:
             if self._on_allocate is not None:
                 self._on_allocate(blocks)
 
+    def _free(self, sequence: Sequence) -> None:
+        self._pool.free(sequence.block_ids)
+        sequence.block_ids = []
+        sequence.num_computed = 0
+
     # One step
 
     def schedule(self) -> list[Work]:
         """The work of the next forward, in the order of its rows; empty when nothing can run."""
         self._resume()
-        budget = self._max_batch_tokens
-        decoding = [s for s in self.running if s.num_pending == 1]
-        for sequence in decoding:
-            self._secure(sequence, len(sequence.token_ids))
-        decoding = [s for s in decoding if s.state == "running"]
-        budget -= len(decoding)
-        spare = budget // 2 if len(decoding) < len(self.running) else budget
-        work: list[Work] = []
-        for sequence in decoding:
-            drafts = self._drafts(sequence, spare)
-            spare -= len(drafts)
-            budget -= len(drafts)
-            work.append(Work(sequence, 1, drafts, samples=True))
+        work = self._decode_work()
+        budget = self._max_batch_tokens - sum(1 + len(w.drafts) for w in work)
         for sequence in [s for s in self.running if s.num_pending > 1]:
-            if budget == 0 or sequence.state != "running":
-                continue
             count = min(budget, sequence.num_pending)
-            if not self._secure(sequence, sequence.num_computed + count):
-                continue
-            budget -= count
-            work.append(Work(sequence, count, [], samples=count == sequence.num_pending))
+            if count and self._secure(sequence, sequence.num_computed + count):
+                work.append(Work(sequence, count, [], samples=count == sequence.num_pending))
+                budget -= count
+        # A sequence may have been preempted for an older one after its work was noted.
         return [w for w in work if w.sequence.state == "running"]
+
+    def _decode_work(self) -> list[Work]:
+        """One row for each decoding sequence, and the drafts that fit. Prompts keep half of what the rows leave."""
+        decoding = [s for s in self.running if s.num_pending == 1]
+        ready = [s for s in decoding if self._secure(s, len(s.token_ids))]
+        spare = self._max_batch_tokens - len(ready)
+        if len(decoding) < len(self.running):
+            spare //= 2
+        work = []
+        for sequence in ready:
+            drafts = self._drafts(sequence, spare) if sequence.state == "running" else []
+            spare -= len(drafts)
+            work.append(Work(sequence, 1, drafts, samples=True))
+        return work
 
     def _resume(self) -> None:
         """Move waiting sequences into the batch, oldest first, while there is room for all that they know."""
         while self.waiting and len(self.running) < self._max_running:
             sequence = self.waiting[0]
             try:
-                self.grow(sequence, len(sequence.token_ids))
+                self._grow(sequence, len(sequence.token_ids))
             except OutOfBlocks:
                 return
             self.waiting.pop(0)
@@ -123,12 +140,19 @@ class Scheduler:
             self.running.sort(key=_age)
 
     def _secure(self, sequence: Sequence, tokens: int) -> bool:
-        """Make sure of the blocks for `tokens`, preempting the youngest others, or at last the sequence itself."""
+        """Make sure of the blocks for `tokens`, preempting the youngest others, at last the sequence itself.
+
+        False when that failed: the sequence was preempted, or all that hold blocks are older or pinned.
+        """
         while sequence.state == "running":
             try:
-                self.grow(sequence, tokens)
+                self._grow(sequence, tokens)
             except OutOfBlocks:
-                self._preempt(max((s for s in (*self.running, *self.waiting) if s.block_ids), key=_age))
+                holders = [s for s in (*self.running, *self.waiting) if s.block_ids and not s.pins]
+                victim = max(holders, key=_age, default=None)
+                if victim is None or _age(victim) < _age(sequence):
+                    return False
+                self._preempt(victim)
             else:
                 return True
         return False
@@ -139,11 +163,6 @@ class Scheduler:
             self.running.remove(sequence)
             self.add(sequence)
 
-    def _free(self, sequence: Sequence) -> None:
-        self._pool.free(sequence.block_ids)
-        sequence.block_ids = []
-        sequence.num_computed = 0
-
     def _drafts(self, sequence: Sequence, spare: int) -> list[int]:
         """The drafts to verify: never more than may still be generated, and none that would cost another its blocks."""
         if sequence.proposal is None or not sequence.speculate:
@@ -152,11 +171,10 @@ class Scheduler:
         left = sequence.max_length - len(sequence.token_ids)
         if sequence.pause_after is not None:
             left = min(left, sequence.pause_after - sequence.num_sampled)
-        limit = min(self._max_draft_tokens, spare, left - 1)
+        room = (len(sequence.block_ids) + self._pool.num_free) * self._block_tokens - len(sequence.token_ids)
+        limit = min(self._max_draft_tokens, spare, left - 1, room)
         drafts = usable_drafts(sequence.token_ids, start, proposed, limit)
-        room = len(sequence.block_ids) * self._block_tokens + self._pool.num_free * self._block_tokens
-        drafts = drafts[: max(0, room - len(sequence.token_ids))]
-        self.grow(sequence, len(sequence.token_ids) + len(drafts))
+        self._grow(sequence, len(sequence.token_ids) + len(drafts))
         return drafts
 
 

@@ -9,7 +9,7 @@ from shared.engine.detokenizer import Detokenizer
 from shared.protocol.jobs import SamplingParams
 
 StopReason = Literal["stop", "length"]
-State = Literal["new", "admitted", "waiting", "running", "paused", "finished", "released"]
+State = Literal["new", "admitted", "waiting", "running", "paused", "finished", "failed", "released"]
 
 
 @dataclass(eq=False)
@@ -17,11 +17,12 @@ class Sequence:
     """State of one sequence; the engine changes it, others read it.
 
     `token_ids` is the prompt and the output so far. The KV of the first `num_computed` of them lies in `block_ids`
-    (in order); the last token known is never computed before it is fed. `pause_after` parks the sequence once that many
-    tokens were sampled since it started. It ends with `length` at `max_length` tokens in all. `proposal` is the newest drafted run: (absolute position, token ids).
+    (in order); the last token known is never computed before it is fed. `pause_after` parks the sequence once that
+    many tokens were sampled since it started. It ends with `length` at `max_length` tokens in all. `proposal` is the
+    newest drafted run: (absolute position, token ids). While `pins` is not 0 it keeps its blocks.
 
-    States: new -> admitted (holds blocks) -> waiting/running -> paused or finished -> released. A preempted sequence goes
-    from running to waiting without blocks.
+    States: new -> admitted (holds blocks) -> waiting <-> running -> paused, finished or failed -> released. Preemption
+    takes the blocks of a running or waiting sequence, which then waits.
     """
 
     seq_id: str
@@ -37,6 +38,7 @@ class Sequence:
     num_computed: int = 0
     num_sampled: int = 0
     block_ids: list[int] = field(default_factory=list)
+    pins: int = 0
     proposal: tuple[int, list[int]] | None = None
     finish_reason: StopReason | None = None
 

@@ -72,6 +72,11 @@ def dead_subject(stage: Stage, tenant: str, request_id: str) -> str:
     return f"hr.dead.{stage}.{encode_token(tenant)}.{encode_token(request_id)}"
 
 
+def attached_subject(tenant: str, request_id: str) -> str:
+    """Core NATS, between gateways: whoever follows the request answers here."""
+    return f"hr.gw.attached.{encode_token(tenant)}.{encode_token(request_id)}"
+
+
 def status_subject(stage: Stage, instance: str) -> str:
     return f"hr.status.{stage}.{encode_token(instance)}"
 

@@ -68,9 +68,16 @@ class ConnectionPool:
             peer.users -= 1
 
     def is_down(self, host: str, port: int) -> bool:
-        """Whether a connect failed so recently that another is not tried yet."""
+        """Whether the peer failed so recently that it is not tried again yet."""
         peer = self._peers.get((host, port))
         return peer is not None and peer.down_until_s > time.monotonic()
+
+    def mark_down(self, host: str, port: int, reason: str) -> None:
+        """Fail fast for `retry_after_s`, after an exchange that timed out: others would wait as long for nothing."""
+        peer = self._peers.get((host, port))
+        if peer is not None:
+            peer.down_until_s = time.monotonic() + self._retry_after_s
+            peer.last_error = reason
 
     def close(self) -> None:
         """Close idle connections now and borrowed ones when they come back."""
@@ -107,6 +114,5 @@ class ConnectionPool:
         try:
             return await self._transport.connect(host, port, self._secret, self._connect_timeout_s)
         except TransportError as error:
-            peer.down_until_s = time.monotonic() + self._retry_after_s
-            peer.last_error = str(error)
+            self.mark_down(host, port, str(error))
             raise

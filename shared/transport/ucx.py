@@ -52,7 +52,6 @@ class UcxConnection(Connection):
         self._error: type[Exception] = ucxx.exceptions.UCXError
         self._send_mark = ucxx.types.Tag(agreement.theirs.mark)
         self._receive_mark = ucxx.types.Tag(agreement.mine.mark)
-        self._busy = 0
 
     async def _send(self, buffers: Sequence[Buffer]) -> None:
         checked = [check_buffer(buffer, writable=False) for buffer in buffers]
@@ -87,7 +86,7 @@ class UcxConnection(Connection):
             raise PeerGone(f"a transfer with {self.peer} was cancelled from outside")
         errors = [error for task in done if (error := task.exception()) is not None]
         if errors and isinstance(errors[0], self._error):
-            raise PeerGone(f"{self.peer} is gone: {errors[0] or type(errors[0]).__name__}") from errors[0]
+            raise PeerGone(f"{self.peer} is gone: {errors[0]}") from errors[0]
         if errors:
             raise errors[0]
         if self.closed:

@@ -23,11 +23,15 @@ class BlockPush:
     """Pushes one sequence's blocks in order; the sequence must hold them until `finish` or `abandon` returns.
 
     `keys` may grow through `extend` as tokens are generated. A block that no store took has no places in its ref:
-    whoever needs it computes it again.
+    whoever needs it computes it again. A sequence that is not `pinned` for its whole life is pinned around each put,
+    since a preempted one's blocks belong to somebody else; what it lost is not stored.
     """
 
-    def __init__(self, host: EngineHost, kv: KVClient, sequence: Sequence, lease_id: str, lease_s: float) -> None:
+    def __init__(
+        self, host: EngineHost, kv: KVClient, sequence: Sequence, lease_id: str, lease_s: float, *, pinned: bool
+    ) -> None:
         self._host = host
+        self._pinned = pinned
         self._kv = kv
         self._sequence = sequence
         self._lease_id = lease_id
@@ -80,10 +84,11 @@ class BlockPush:
     async def _put(self, keys: list[BlockKey]) -> list[BlockRef]:
         began = time.time()
         first = len(self._refs)
-        ids = self._sequence.block_ids[first : first + len(keys)]
-        buffers = [self._host.block_buffer(block_id) for block_id in ids]
-        sums = await checksums(buffers)
-        refs = await self._kv.put(self._lease_id, self._lease_s, list(zip(keys, buffers, sums, strict=True)))
+        if self._pinned:
+            refs = await self._store(keys, self._sequence.block_ids[first : first + len(keys)])
+        else:
+            async with self._host.pinned(self._sequence) as complete:
+                refs = await self._store(keys, complete[first : first + len(keys)])
         record_span(
             "kv.put",
             began,
@@ -91,3 +96,12 @@ class BlockPush:
             attributes={attr.BLOCKS: len(keys), attr.BLOCK_HITS: sum(1 for ref in refs if ref.places)},
         )
         return refs
+
+    async def _store(self, keys: list[BlockKey], block_ids: list[int]) -> list[BlockRef]:
+        """Put the blocks that are there; the others get refs without places."""
+        buffers = [self._host.block_buffer(block_id) for block_id in block_ids]
+        sums = await checksums(buffers)
+        present = list(zip(keys, buffers, sums, strict=False))
+        refs = await self._kv.put(self._lease_id, self._lease_s, present) if present else []
+        n_bytes = self._host.layout.block_bytes
+        return [*refs, *(BlockRef(key.key, key.n_tokens, n_bytes, 0, []) for key in keys[len(present) :])]

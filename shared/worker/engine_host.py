@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import structlog
 import torch
 
-from shared.engine import AsyncEngine, Engine, EngineConfig, OutOfBlocks, Sequence, SequenceStep, StepStats
+from shared.engine import (
+    AsyncEngine,
+    Engine,
+    EngineConfig,
+    OutOfBlocks,
+    PromptTooLong,
+    Sequence,
+    SequenceStep,
+    SequenceTooLarge,
+    StepStats,
+    UnknownSequence,
+)
 from shared.engine.config import Dtype
 from shared.models import ModelFiles, resolve_model
 from shared.protocol.blocks import KVLayout
+from shared.protocol.jobs import SamplingParams
 from shared.settings import EngineSettings
 from shared.telemetry.metrics import EngineMetrics
+from shared.worker.holdings import Unservable
 from shared.worker.step_feed import StepFeed
 
 ROOM_CHECK_S = 0.25
@@ -39,6 +55,17 @@ class BatchSizes:
     drafts: int = 0
 
 
+def _enter(engine: Engine, sequence: Sequence, begin: bool) -> bool:
+    """Give the sequence its blocks; False when there are too few now."""
+    try:
+        engine.admit(sequence)
+    except OutOfBlocks:
+        return False
+    if begin:
+        engine.start(sequence)
+    return True
+
+
 @dataclass(frozen=True)
 class PoolUse:
     total: int
@@ -48,7 +75,7 @@ class PoolUse:
 class EngineHost:
     """Owner of the engine of one worker process.
 
-    Sequences are admitted (blocks allocated), started, fed to whoever opened their queue in `feed`, and released.
+    Sequences are opened (blocks allocated), begun, followed through `feed`, and released.
     """
 
     def __init__(self, engine: Engine, model: ModelFiles, metrics: EngineMetrics) -> None:
@@ -96,23 +123,66 @@ class EngineHost:
         """Blocks of the pool; read from the event loop, so it may lag the engine by a step."""
         return PoolUse(self._engine.pool.num_blocks, self._engine.pool.num_used)
 
-    async def new_sequence(self, *args: Any, **kwargs: Any) -> Sequence:
-        """`Engine.new_sequence` in the engine thread."""
-        return await self.async_engine.call(lambda engine: engine.new_sequence(*args, **kwargs))
+    async def open(
+        self,
+        seq_id: str,
+        token_ids: list[int],
+        num_prompt: int,
+        params: SamplingParams,
+        *,
+        prefill_only: bool = False,
+        speculate: bool = False,
+        begin: bool = False,
+        pin: bool = False,
+    ) -> Sequence:
+        """A new sequence with its blocks and its queue in `feed`; waits for room as long as the caller lets it.
 
-    async def admit(self, sequence: Sequence) -> None:
-        """Allocate the sequence's blocks, waiting for room as long as the caller lets it."""
-        while True:
-            self._freed.clear()
-            try:
-                await self.async_engine.call(lambda engine: engine.admit(sequence))
-                return
-            except OutOfBlocks:
-                try:
+        With `begin` it joins the batch at once: one turn of the engine instead of two. With `pin` it is never
+        preempted, so its blocks may be read at any time. When the known tokens end it already, `finish_reason` is set
+        and it holds nothing. Release it in any case. Raises Unservable, EngineError.
+        """
+        self.feed.open(seq_id)
+
+        def create(engine: Engine) -> tuple[Sequence, bool]:
+            sequence = engine.new_sequence(
+                seq_id, token_ids, num_prompt, params, prefill_only=prefill_only, speculate=speculate
+            )
+            if pin:
+                engine.pin(seq_id)
+            return sequence, sequence.finish_reason is not None or _enter(engine, sequence, begin)
+
+        try:
+            sequence, settled = await self.async_engine.call(create)
+        except BaseException as error:
+            # A call whose caller is cancelled still runs; this one runs behind it.
+            await asyncio.shield(self._release(seq_id))
+            if isinstance(error, (PromptTooLong, SequenceTooLarge)):
+                raise Unservable("context_length_exceeded", str(error)) from error
+            raise
+        try:
+            while not settled:
+                self._freed.clear()
+                with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(ROOM_CHECK_S):
                         await self._freed.wait()
-                except TimeoutError:
-                    continue
+                settled = await self.async_engine.call(_enter, sequence, begin)
+        except BaseException:
+            await asyncio.shield(self._release(seq_id))
+            raise
+        return sequence
+
+    @asynccontextmanager
+    async def pinned(self, sequence: Sequence) -> AsyncIterator[list[int]]:
+        """The sequence's complete blocks, safe from preemption inside the block; none if it was preempted or ended."""
+        try:
+            complete = await self.async_engine.call(Engine.pin, sequence.seq_id)
+        except UnknownSequence:
+            yield []
+            return
+        try:
+            yield complete
+        finally:
+            await asyncio.shield(self.async_engine.call(Engine.unpin, sequence.seq_id))
 
     def block_buffer(self, block_id: int) -> Any:
         """The block's bytes inside the paged cache, to be read or written while the sequence holds it."""
@@ -130,8 +200,11 @@ class EngineHost:
 
     async def release(self, sequence: Sequence) -> None:
         """Give the blocks back. Idempotent; also ends a running sequence."""
-        self.feed.close(sequence.seq_id)
-        await self.async_engine.call(lambda engine: engine.release(sequence.seq_id))
+        await self._release(sequence.seq_id)
+
+    async def _release(self, seq_id: str) -> None:
+        self.feed.close(seq_id)
+        await self.async_engine.call(lambda engine: engine.release(seq_id))
         self._freed.set()
 
     def _on_steps(self, steps: list[SequenceStep], stats: StepStats) -> None:

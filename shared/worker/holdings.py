@@ -38,6 +38,15 @@ STALLED_S = 10.0
 
 log = structlog.get_logger(__name__)
 
+
+class Unservable(Exception):
+    """No worker of this stage can ever serve the request; it ends with this message and `code`."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 StopReason = Literal["ended", "drain", "deadline"]
 
 
@@ -69,6 +78,7 @@ class Holdings:
     """Owner of all holdings of one worker of one stage.
 
     `progress_unix_s` tells when the engine last made a turn: a hung engine renews nothing and claims nothing.
+    `on_dropped` is told the id of each request that was found ended, so that what it left behind can be freed.
     """
 
     def __init__(
@@ -78,12 +88,14 @@ class Holdings:
         worker: str,
         metrics: QueueMetrics,
         progress_unix_s: Callable[[], float],
+        on_dropped: Callable[[str], Awaitable[None]],
     ) -> None:
         self._bus = bus
         self._stage: Literal["prefill", "decode"] = stage
         self._worker = worker
         self._metrics = metrics
         self._progress_unix_s = progress_unix_s
+        self._on_dropped = on_dropped
         self._held: dict[str, Holding] = {}
         self._freed = asyncio.Event()
 
@@ -160,7 +172,10 @@ class Holdings:
     ) -> Holding | None:
         """All outcomes of a delivery but a claim. Only `hand_on` leaves something to do."""
         match decision.action:
-            case "drop_ended" | "drop_handed_on":
+            case "drop_ended":
+                await delivery.ack()
+                await self._on_dropped(request.request_id)
+            case "drop_handed_on":
                 await delivery.ack()
             case "renew":
                 self._held[request.request_id].delivery = delivery
@@ -170,6 +185,7 @@ class Holdings:
             case "too_late" | "give_up":
                 await self._end(request, decision)
                 await delivery.ack()
+                await self._on_dropped(request.request_id)
             case "hand_on":
                 request_log = self._bus.open_log(request.tenant, request.request_id, state.last_seq)
                 holding = Holding(request, delivery, request_log, state, state.epoch, time.time())
@@ -208,12 +224,15 @@ class Holdings:
             async with asyncio.timeout(max(holding.request.deadline_unix_s - time.time(), 0.0)) as deadline:
                 await work(holding)
             await holding.delivery.ack()
+        except Unservable as error:
+            await self._append_error(holding, error.code, str(error))
+            await holding.delivery.ack()
         except AppendRefused as error:
             self._metrics.lost.inc()
             log.warning("request_lost", request_id=holding.request_id, epoch=holding.epoch, reason=str(error))
         except asyncio.CancelledError:
             if holding.stop_reason == "ended":
-                await holding.delivery.ack()
+                await holding.delivery.drop()
             elif holding.stop_reason == "drain":
                 await holding.delivery.give_back()
             else:
@@ -228,6 +247,15 @@ class Holdings:
         finally:
             self._held.pop(holding.request_id, None)
             self._freed.set()
+
+    async def _append_error(self, holding: Holding, code: str, message: str) -> None:
+        """End the request as its holder. Who was first, if not this worker, has ended or taken it."""
+        usage = Usage(len(holding.request.prompt_ids), len(holding.state.output_ids))
+        error = ErrorInfo(message=message, type="invalid_request_error", code=code)
+        try:
+            await holding.log.append(Ended(epoch=holding.epoch, reason="error", usage=usage, error=error))
+        except AppendRefused as refused:
+            log.warning("request_lost", request_id=holding.request_id, epoch=holding.epoch, reason=str(refused))
 
     async def wait_freed(self, timeout_s: float) -> None:
         """Until a holding ends, at most `timeout_s`."""

@@ -90,7 +90,8 @@ class Compose:
             "        print(json.dumps([[s.stage, s.instance, s.transport, s.state] for s in bus.statuses.live()]))\n"
             "asyncio.run(main())\n"
         )
-        told = json.loads(self.run("exec", "-T", "gateway", "python", "-c", program).splitlines()[-1])
+        output = self.run("exec", "-T", "gateway", "python", "-c", program)
+        told = json.loads(next(line for line in output.splitlines() if line.startswith("[[")))
         return {instance: {"stage": stage, "transport": t, "state": state} for stage, instance, t, state in told}
 
 
@@ -160,6 +161,8 @@ def test_a_completion_streams_through_the_containers_and_decode_scales(stack: Co
         "two decode workers ready",
     )
     assert stream(stack, "Count from one to five.") == (text, reason)
+    moving = {s["stage"]: s["transport"] for s in stack.status().values() if s["stage"] in ("prefill", "kvstore")}
+    assert all(transport.startswith("ucx") for transport in moving.values()), moving
 
 
 def test_containers_run_without_root_and_the_gateway_without_torch(stack: Compose) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
 import signal
 from collections.abc import AsyncIterator, Iterator
 
@@ -296,6 +298,33 @@ async def test_a_stopped_store_is_a_miss_in_time_and_never_writes_later(stand: S
 
     await eventually(works_again)
     assert equal(sent, into)
+
+
+async def test_transfers_cut_off_at_any_moment_lose_no_slot_and_leave_nothing_pinned(stand: Stand) -> None:
+    store = stand.store(blocks=23 * 40)
+    refs = await put_all(stand.client, blocks(20, "lasting", 1_474_560))
+    into = empty(refs)
+    rng = random.Random(0)
+    for n in range(40):
+        fresh = blocks(20, f"cut {n}", 1_474_560)
+        work = asyncio.gather(
+            stand.client.get(refs, into, timeout_s=10), stand.client.put("", 0.0, fresh), return_exceptions=True
+        )
+        await asyncio.sleep(rng.random() * 0.04)
+        work.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await work
+
+    async def at_rest() -> bool:
+        stats = await stand.client.stats(store.place)
+        return stats is not None and stats.evictable == stats.blocks and stats.used_bytes == stats.blocks * 1_474_560
+
+    await eventually(at_rest)
+    last = blocks(35, "last", 1_474_560)
+    refs = await put_all(stand.client, last)
+    into = empty(refs)
+    assert all(await stand.client.get(refs, into, timeout_s=10))
+    assert equal(last, into)
 
 
 async def test_an_emptied_redis_is_filled_again_within_seconds(stand: Stand) -> None:

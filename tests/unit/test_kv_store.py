@@ -226,6 +226,17 @@ def test_everything_that_changes_is_due_for_the_index() -> None:
     assert set(store.changes) == set(keys(0, 1))
 
 
+def test_what_the_index_is_still_to_be_told_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.kvstore.store.MAX_CHANGES", 10)
+    store = BlockStore(SlabPool(2 * SIZE), max_leases=2)
+    for n in range(100):
+        assert put(store, n, float(n))
+        store.lease(f"r{n}", keys(n), 0.5, float(n))
+        assert len(store.changes) <= 12
+        assert len(store.lease_changes) <= 4
+    assert set(keys(98, 99)) <= set(store.changes)
+
+
 @given(st.lists(st.tuples(st.booleans(), st.sampled_from([64, 100, 4096, 5000, 20000])), max_size=300), st.data())
 def test_slots_never_overlap_and_none_is_lost(steps: list[tuple[bool, int]], data: st.DataObject) -> None:
     pool = SlabPool(64 * PAGE)
