@@ -8,7 +8,7 @@ from torch import nn
 
 
 class _Direct:
-    """Stands for a leaf module: a call goes straight to `forward`, past the checks for hooks; all else is the module."""
+    """Stands for a leaf module: a call goes straight to `forward`, past all checks for hooks; else it is the module."""
 
     __slots__ = ("_forward", "_module")
 

@@ -33,7 +33,7 @@ async def test_a_failed_step_is_raised_where_its_sequences_are_served() -> None:
     feed.open("a")
     feed.open("b")
     feed.fail(["a"], RuntimeError("out of memory"))
-    with pytest.raises(EngineFailed, match="a: .*out of memory"):
+    with pytest.raises(EngineFailed, match=r"a: .*out of memory"):
         await feed.next("a")
     feed.deliver([step("b", 0)])
     assert await feed.next("b") == step("b", 0)
