@@ -42,7 +42,7 @@ START_TIMEOUT_S: Final = 30.0
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One line of the table, in GB/s (10^9 bytes). `wire` is a get whose checksums are not verified."""
+    """One line of the table, in GB/s (10^9 bytes). `wire` (raw in the table) is a get without checksums."""
 
     transport: str
     blocks: int
@@ -170,7 +170,7 @@ async def bench(
 
 def show(rows: list[Row], block_bytes: int) -> None:
     table = Table(title=f"KV plane, blocks of {block_bytes / 1e6:.2f} MB, GB/s (median)")
-    for title in ("transport", "blocks", "MB", "memcpy", "put", "get", "get, unverified", "get/memcpy"):
+    for title in ("transport", "blocks", "MB", "memcpy", "put", "get", "get raw", "get/memcpy"):
         table.add_column(title, justify="left" if title == "transport" else "right", no_wrap=title == "transport")
     for row in rows:
         figures = (row.memcpy_gb_s, row.put_gb_s, row.get_gb_s, row.wire_gb_s)

@@ -28,8 +28,8 @@ class Home:
     def open(cls, root: Path) -> Home:
         """Create it where needed. Raises CliError when it cannot be used."""
         root = root.expanduser().absolute()
-        if len(str(root / "supervisor.sock")) > _MAX_SOCKET_PATH or any(c in str(root) for c in "\n;#\"'"):
-            raise CliError(f"HEADRACE_HOME {root} is too long or has quotes, ; or # in it; choose another directory")
+        if len(str(root / "supervisor.sock")) > _MAX_SOCKET_PATH or any(c in str(root) for c in "\n;#%\"'"):
+            raise CliError(f"HEADRACE_HOME {root} is too long or has quotes, ; # or % in it; choose another directory")
         home = cls(root)
         try:
             for directory in (root, home.logs, home.nats_store, home.valkey_data):

@@ -38,7 +38,7 @@ def last_complaint(path: Path) -> str:
     lines = [line for line in tail(path, 200) if line.strip()]
     for line in reversed(lines):
         fields = _fields(line)
-        if fields is not None and fields.get("level") in _BAD_LEVELS:
+        if line.startswith("Error: ") or (fields is not None and fields.get("level") in _BAD_LEVELS):
             return readable(line)[:_MAX_COMPLAINT]
     return readable(lines[-1])[:_MAX_COMPLAINT] if lines else "it wrote nothing"
 

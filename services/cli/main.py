@@ -109,6 +109,8 @@ def scale(
     if wait and count > before:
         asyncio.run(await_instances(stack, stack.spec.instances(stage), settings.start_timeout_s))
     _say(f"{stage}: {before} -> {count}")
+    if stage == "gateway":
+        _say(" ".join(stack.spec.gateway_url(number) for number in range(count)))
 
 
 @app.command()
@@ -124,7 +126,7 @@ def restart(target: Target) -> None:
 def kill(target: Target) -> None:
     """Kill instances as a crash would (SIGKILL); the supervisor starts them again."""
     names = Stack.attach(Home.open(CliSettings().home)).kill_instances(target)
-    _say(f"killed {', '.join(names)}")
+    _say(f"killed {', '.join(names)}" if names else f"nothing of {target} is running at the moment")
 
 
 @app.command()

@@ -49,7 +49,12 @@ def gateway_port(spec: StackSpec, number: int) -> Port:
 
 def require_free(ports: Iterable[Port]) -> None:
     """Raises PortInUse for the first port that cannot be bound, and names its holder where that can be seen."""
+    taken: dict[int, Port] = {}
     for port in ports:
+        if port.number in taken:
+            other = taken[port.number].what
+            raise PortInUse(f"port {port.number} cannot be for {other} and for {port.what}; {port.remedy}")
+        taken[port.number] = port
         if not _can_bind(port.number):
             raise PortInUse(f"port {port.number} for {port.what} is in use{_holder(port.number)}; {port.remedy}")
 

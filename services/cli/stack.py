@@ -106,11 +106,8 @@ class Stack:
         return names
 
     def kill_instances(self, target: str) -> list[str]:
-        """SIGKILL, as a crash would be; the supervisor starts them again."""
-        names = select(self.spec, target)
-        for name in names:
-            self.supervisor.signal(name, "KILL")
-        return names
+        """SIGKILL, as a crash would be; the supervisor starts them again. Returns those that were running."""
+        return [name for name in select(self.spec, target) if self.supervisor.signal(name, "KILL")]
 
 
 def launch(home: Home, spec: StackSpec, threads: int, say: Say) -> Stack:

@@ -112,12 +112,16 @@ def _instance_json(row: Row) -> dict[str, Any]:
 
 
 def print_table(report: Report, console: Console) -> None:
-    # A pipe has no width; a table that is cut to a guess would lose what scripts look for.
-    console.print(status_table(report.rows, report.queue_depth), width=None if console.is_terminal else _PIPE_WIDTH)
+    print_whole(status_table(report.rows, report.queue_depth), console)
     if report.problem:
         console.print(f"NATS: {report.problem}", style="red", markup=False)
     if report.url:
         console.print(f"{report.model} at {report.url}", markup=False)
+
+
+def print_whole(table: Table, console: Console) -> None:
+    """A pipe has no width: a table that is cut to a guess would lose what readers look for."""
+    console.print(table, width=None if console.is_terminal else _PIPE_WIDTH)
 
 
 def status_table(rows: list[Row], queue_depth: dict[str, int]) -> Table:

@@ -91,8 +91,9 @@ class Supervisor:
             f"{', '.join(sorted(waiting))} did not stop",
         )
 
-    def signal(self, name: str, signal_name: str) -> None:
-        self._call("supervisor.signalProcess", name, signal_name, accept=(_NOT_RUNNING,))
+    def signal(self, name: str, signal_name: str) -> bool:
+        """False when the process does not run at the moment."""
+        return self._call("supervisor.signalProcess", name, signal_name, accept=(_NOT_RUNNING,)) is not None
 
     def reload_config(self) -> None:
         """Read the configuration file again; running processes are not touched."""

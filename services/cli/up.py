@@ -135,6 +135,8 @@ def _weights(files: ModelFiles) -> int:
 
 
 def _invite(stack: Stack, console: Console) -> None:
+    if not stack.spec.counts.get("gateway"):
+        return
     url = stack.spec.gateway_url()
     model = resolve_model(stack.spec.model, fetch=False).name
     console.print(f"{model} answers at {url}/v1 (OpenAI's API)", markup=False)

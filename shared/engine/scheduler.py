@@ -140,19 +140,24 @@ class Scheduler:
             self.running.sort(key=_age)
 
     def _secure(self, sequence: Sequence, tokens: int) -> bool:
-        """Make sure of the blocks for `tokens`, preempting the youngest others, at last the sequence itself.
+        """Make sure of the blocks for `tokens`, preempting younger sequences, the youngest first.
 
-        False when that failed: the sequence was preempted, or all that hold blocks are older or pinned.
+        False when there are none left: then the sequence stands still, or, as the youngest of several, yields its own
+        blocks to the others.
         """
         while sequence.state == "running":
             try:
                 self._grow(sequence, tokens)
             except OutOfBlocks:
-                holders = [s for s in (*self.running, *self.waiting) if s.block_ids and not s.pins]
-                victim = max(holders, key=_age, default=None)
-                if victim is None or _age(victim) < _age(sequence):
-                    return False
-                self._preempt(victim)
+                others = [s for s in (*self.running, *self.waiting) if s is not sequence]
+                younger = [s for s in others if s.block_ids and s.arrival > sequence.arrival]
+                victims = [s for s in younger if not s.pins]
+                if victims:
+                    self._preempt(max(victims, key=_age))
+                    continue
+                if others and not younger and not sequence.pins:
+                    self._preempt(sequence)
+                return False
             else:
                 return True
         return False

@@ -23,7 +23,7 @@ from shared.transport.handshake import Agreement, Side
 from shared.transport.stream import Stream
 from shared.transport.tcp import TcpConnection, TcpTransport
 from shared.transport.ucx_environment import ucx_environment
-from shared.transport.ucx_log import UcxLog
+from shared.transport.ucx_log import UcxLog, process_log
 
 WINDOW: Final = 32
 """Requests in flight on one connection; enough to hide the cost of each, few enough for ucxx's pool of futures."""
@@ -32,6 +32,7 @@ STUCK_AFTER_S: Final = 5.0
 PROBE: Final = b"headrace" * 2048
 TCP_ONLY_S: Final = 60.0
 """How long a peer that UCX could not reach is served over TCP before UCX is tried again."""
+MAX_TCP_ONLY: Final = 256
 FAST_LANES: Final = frozenset({"cma", "cuda_ipc", "rc_mlx5", "dc_mlx5", "rc_verbs", "ud_mlx5", "ud_verbs", "self"})
 
 log = structlog.get_logger(__name__)
@@ -168,14 +169,13 @@ class UcxTransport(Transport):
     @classmethod
     def open(cls, host: str) -> UcxTransport:
         """Load UCX for a process that binds `host`. Raises TransportUnavailable when it does not load."""
-        ucx_log = UcxLog()
+        ucx_log = process_log()
         try:
             with ucx_environment(host, ucx_log.descriptor):
                 import ucxx  # noqa: PLC0415 - reads the environment when imported
 
                 ucxx.init(progress_mode="thread", enable_delayed_submission=True, enable_python_future=True)
         except Exception as error:  # ucxx fails in many ways: ImportError, OSError, RuntimeError, its own errors
-            ucx_log.close()
             raise TransportUnavailable(f"UCX cannot be used: {type(error).__name__}: {error}") from error
         return cls(ucxx, ucx_log)
 
@@ -193,6 +193,8 @@ class UcxTransport(Transport):
         else:
             return await self._tcp.connect(host, port, secret, timeout_s)
         connection = await self._tcp.connect(host, port, secret, timeout_s)
+        if len(self._tcp_only) >= MAX_TCP_ONLY:
+            self._tcp_only.clear()
         self._tcp_only[peer] = time.monotonic() + TCP_ONLY_S
         log.warning("ucx_unreachable_using_tcp", peer=peer, reason=reason, for_s=TCP_ONLY_S)
         return connection
@@ -237,7 +239,6 @@ class UcxTransport(Transport):
             self._ucxx.reset()
         except self._ucxx.exceptions.UCXError as error:
             log.warning("ucx_close_incomplete", error=str(error).splitlines()[0])
-        self._log.close()
 
 
 async def _probe(connection: UcxConnection, *, accepted: bool) -> None:

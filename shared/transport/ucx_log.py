@@ -6,6 +6,7 @@ Its warnings and errors go to our log; the rest is dropped.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import re
 
@@ -44,9 +45,6 @@ class UcxLog:
             # UCX goes on writing at its own offset; the file becomes sparse and its memory is given back.
             os.ftruncate(self._descriptor, 0)
 
-    def close(self) -> None:
-        os.close(self._descriptor)
-
     def _take(self, line: str) -> None:
         if fault := _FAULT.search(line):
             if "UNUSED_ENV" in fault[2] or "unused env" in fault[2]:
@@ -57,3 +55,9 @@ class UcxLog:
             if names in self.lanes:
                 self.lanes.remove(names)
             self.lanes.append(names)
+
+
+@functools.cache
+def process_log() -> UcxLog:
+    """The one of this process: UCX opens its log when it is loaded, and keeps it through every later start."""
+    return UcxLog()

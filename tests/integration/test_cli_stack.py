@@ -242,6 +242,11 @@ def test_a_port_in_use_is_named_with_its_holder_and_the_variable_that_moves_it(
     assert operator.home.load_spec() is None
 
 
+def test_one_port_for_two_servers_is_refused(operator: Operator) -> None:
+    line = operator.refused("up", "--detach", HEADRACE_PORT=operator.env["HEADRACE_NATS_PORT"])
+    assert "cannot be for the embedded NATS server and for gateway-0; set HEADRACE_PORT" in line
+
+
 def test_too_little_memory_is_said_before_anything_starts(operator: Operator) -> None:
     line = operator.refused("up", "--detach", HEADRACE_KV_MEMORY_GIB="100000")
     assert "HEADRACE_KV_MEMORY_GIB" in line

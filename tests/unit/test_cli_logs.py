@@ -29,6 +29,8 @@ def test_the_complaint_is_the_last_error_else_the_last_line(tmp_path: Path) -> N
     assert last_complaint(path) == "ValueError: no such dtype"
     path.write_text('{"event":"a","level":"error"}\n{"event":"b","level":"info"}\n')
     assert last_complaint(path).endswith("a")
+    path.write_text("Error: badly formatted\nFor help, use -h\n")
+    assert last_complaint(path) == "Error: badly formatted"
     path.write_text("x" * 10_000)
     assert len(last_complaint(path)) <= 300
 

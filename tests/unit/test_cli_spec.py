@@ -79,11 +79,10 @@ def test_external_servers_are_not_started() -> None:
     assert not {"nats", "valkey"} & render(external).keys()
 
 
-def test_blanks_and_percent_signs_in_paths_survive_the_supervisors_expansion() -> None:
-    rendered = render(spec(), Path("/a b/100%"))
-    command = rendered["nats"]["command"] % {}
-    assert shlex.split(command)[-1] == "/a b/100%/nats"
-    assert rendered["nats"]["stdout_logfile"] % {} == "/a b/100%/logs/nats.log"
+def test_blanks_in_paths_survive() -> None:
+    rendered = render(spec(), Path("/a b/c"))
+    assert shlex.split(rendered["nats"]["command"])[-1] == "/a b/c/nats"
+    assert rendered["nats"]["stdout_logfile"] == "/a b/c/logs/nats.log"
 
 
 def test_services_get_the_stacks_variables_over_the_callers() -> None:
@@ -130,7 +129,7 @@ def test_a_scale_names_stage_and_count() -> None:
     assert parse_scale("kvstore=0") == ("kvstore", 0)
 
 
-@pytest.mark.parametrize("name", ["a" * 200, "with;semicolon", 'with"quote', "with#hash"])
+@pytest.mark.parametrize("name", ["a" * 200, "with;semicolon", 'with"quote', "with#hash", "100%"])
 def test_a_state_directory_that_the_supervisor_could_not_use_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(CliError, match="HEADRACE_HOME"):
         Home.open(tmp_path / name)

@@ -17,7 +17,7 @@ CONFIG = "[1.2] [vm:1 :1]  ucp_worker.c:1984 UCX  INFO    ucp_context_0 {} cfg#{
 def ucx_log() -> Iterator[UcxLog]:
     made = UcxLog()
     yield made
-    made.close()
+    os.close(made.descriptor)
 
 
 def write(ucx_log: UcxLog, text: str, offset: int = 0) -> int:
