@@ -35,7 +35,8 @@ app = typer.Typer(
 model_app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
 
-console = Console(highlight=False, soft_wrap=True)
+# A pipe has no width: a table that is cut to a guess would lose what readers look for.
+console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
 problems = Console(stderr=True, highlight=False, soft_wrap=True)
 
 Target = Annotated[str, typer.Argument(help="A stage, one instance (decode#1), or nats, valkey", metavar="STAGE[#N]")]

@@ -6,7 +6,6 @@ from rich.console import Console
 from rich.table import Table
 
 from services.cli.startup_view import ModelProgress
-from services.cli.status_report import print_whole
 from shared.models import resolve_model
 from shared.models.builtin import BUILTIN_MODELS
 from shared.models.cache import models_root, read_entry
@@ -33,4 +32,4 @@ def show(console: Console) -> None:
     for name, model in BUILTIN_MODELS.items():
         if name not in present:
             table.add_row(name, "", model.licence, model.requirement, "not fetched yet")
-    print_whole(table, console)
+    console.print(table)

@@ -22,7 +22,6 @@ _NATS_WAIT_S = 2.0
 _ANSWER_S = 1.2
 """Instances announce themselves each second and when asked."""
 _POLL_S = 0.02
-_PIPE_WIDTH = 200
 _ALWAYS = ("running", "slots", "blocks_total", "blocks_used", "transport")
 """Of each instance in the JSON, whether it has told them or not."""
 
@@ -112,16 +111,11 @@ def _instance_json(row: Row) -> dict[str, Any]:
 
 
 def print_table(report: Report, console: Console) -> None:
-    print_whole(status_table(report.rows, report.queue_depth), console)
+    console.print(status_table(report.rows, report.queue_depth))
     if report.problem:
         console.print(f"NATS: {report.problem}", style="red", markup=False)
     if report.url:
         console.print(f"{report.model} at {report.url}", markup=False)
-
-
-def print_whole(table: Table, console: Console) -> None:
-    """A pipe has no width: a table that is cut to a guess would lose what readers look for."""
-    console.print(table, width=None if console.is_terminal else _PIPE_WIDTH)
 
 
 def status_table(rows: list[Row], queue_depth: dict[str, int]) -> Table:

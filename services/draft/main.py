@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from services.draft.service import DraftService
 from services.draft.settings import DraftSettings
-from services.draft.vocabulary import require_same_vocabulary
 from shared.bus import Bus, BusError
-from shared.engine import EngineError
-from shared.models import ModelError, resolve_model
+from shared.models import ModelError, ModelFiles, resolve_model
 from shared.telemetry import LoopLagMonitor, serve_metrics
 from shared.telemetry.metrics import DraftMetrics, EngineMetrics
-from shared.worker.engine_host import BatchSizes, EngineHost
 from shared.worker.process import run_service
 from shared.worker.reporting import Reporter
+
+if TYPE_CHECKING:
+    from services.draft.draft_model import DraftModel
 
 
 def main() -> int:
     settings = DraftSettings()
-    return run_service("draft", settings, lambda stop: serve(settings, stop), (BusError, EngineError, ModelError))
+    return run_service("draft", settings, lambda stop: serve(settings, stop), (BusError, ModelError))
 
 
 async def serve(settings: DraftSettings, stop: asyncio.Event) -> None:
@@ -30,11 +31,8 @@ async def serve(settings: DraftSettings, stop: asyncio.Event) -> None:
         reporter = Reporter("draft", settings, settings.max_sequences, metrics_url=metrics_server.url)
         bus.announce(reporter.report)
         target = await asyncio.to_thread(resolve_model, settings.model)
-        host = await _load_draft_model(settings, metrics.engine) if settings.draft_model else None
-        if host is not None:
-            require_same_vocabulary(target, host.model)
-            host.start()
-        service = DraftService(bus, settings, target.name, metrics, host)
+        draft_model = await _load_draft_model(settings, target, metrics.engine) if settings.draft_model else None
+        service = DraftService(bus, settings, target.name, metrics, draft_model)
         reporter.ready_without_engine(target.name, lambda: len(service), lambda: service.last_error)
         async with asyncio.TaskGroup() as tasks:
             lag = tasks.create_task(LoopLagMonitor(metrics.process.event_loop_lag).run())
@@ -42,11 +40,12 @@ async def serve(settings: DraftSettings, stop: asyncio.Event) -> None:
                 await service.run(stop)
             finally:
                 lag.cancel()
-                if host is not None:
-                    await host.stop()
+                if draft_model is not None:
+                    await draft_model.stop()
     metrics_server.close()
 
 
-async def _load_draft_model(settings: DraftSettings, metrics: EngineMetrics) -> EngineHost:
-    sizes = BatchSizes(settings.draft_slots, settings.draft_batch_tokens)
-    return await EngineHost.load(settings, settings.draft_model, sizes, metrics)
+async def _load_draft_model(settings: DraftSettings, target: ModelFiles, metrics: EngineMetrics) -> DraftModel:
+    from services.draft.draft_model import DraftModel  # noqa: PLC0415 - torch, only where a model drafts
+
+    return await DraftModel.load(settings, target, metrics)

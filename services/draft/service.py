@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 import nats.errors
@@ -13,22 +14,37 @@ import structlog
 from nats.aio.msg import Msg
 from opentelemetry.context import Context
 
-from services.draft.model_proposer import ModelProposer, ModelTask
 from services.draft.prompt_lookup import PromptLookup
 from services.draft.settings import DraftSettings
 from shared.bus import Bus
-from shared.engine import EngineError
 from shared.protocol.drafts import DraftContext, Proposal, decode_context, encode_draft
 from shared.protocol.jobs import SamplingParams
 from shared.protocol.subjects import draft_subject
 from shared.telemetry import attributes as attr
 from shared.telemetry import extract_context, record_span
 from shared.telemetry.metrics import DraftMetrics
-from shared.worker.engine_host import EngineHost
 
 PROMPT_LOOKUP, DRAFT_MODEL = "prompt_lookup", "draft_model"
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelTask:
+    """Guess `max_tokens` tokens behind `token_ids` with the target's sampling parameters."""
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    max_tokens: int
+
+
+class Model(Protocol):
+    """A draft model; what it cannot guess now is left out."""
+
+    async def propose(self, tasks: list[ModelTask]) -> dict[str, list[int]]: ...
+
+    async def forget(self, request_id: str) -> None: ...
 
 
 @dataclass
@@ -50,14 +66,13 @@ class DraftService:
     """
 
     def __init__(
-        self, bus: Bus, settings: DraftSettings, model: str, metrics: DraftMetrics, host: EngineHost | None
+        self, bus: Bus, settings: DraftSettings, model: str, metrics: DraftMetrics, draft_model: Model | None
     ) -> None:
         self._bus = bus
         self._settings = settings
         self._model = model
         self._metrics = metrics
-        self._host = host
-        self._proposer = ModelProposer(settings.max_sequences)
+        self._draft_model = draft_model
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._asked = asyncio.Event()
         self.last_error = ""
@@ -121,20 +136,13 @@ class DraftService:
             guess = known.lookup.propose(most)
             if guess:
                 await self._propose(question, known, guess, PROMPT_LOOKUP)
-            elif self._host is not None:
+            elif self._draft_model is not None:
                 tasks.append((question, ModelTask(request_id, list(known.lookup.tokens), _params(question), most)))
-        if tasks and self._host is not None:
-            await self._ask_model(self._host, tasks)
+        if tasks and self._draft_model is not None:
+            await self._ask(self._draft_model, tasks)
 
-    async def _ask_model(self, host: EngineHost, tasks: list[tuple[DraftContext, ModelTask]]) -> None:
-        try:
-            guesses = await host.async_engine.call(
-                lambda engine: self._proposer.propose(engine, [task for _, task in tasks])
-            )
-        except EngineError as error:
-            self.last_error = str(error)
-            log.warning("draft_model_failed", error=str(error))
-            return
+    async def _ask(self, draft_model: Model, tasks: list[tuple[DraftContext, ModelTask]]) -> None:
+        guesses = await draft_model.propose([task for _, task in tasks])
         for question, task in tasks:
             known, guess = self._known.get(task.request_id), guesses.get(task.request_id)
             if known is not None and guess:
@@ -167,8 +175,8 @@ class DraftService:
                 context=known.trace,
                 attributes={attr.REQUEST_ID: request_id, attr.DRAFTED_TOKENS: known.proposed},
             )
-        if self._host is not None:
-            await self._host.async_engine.call(lambda engine: self._proposer.forget(engine, request_id))
+        if self._draft_model is not None:
+            await self._draft_model.forget(request_id)
 
 
 def _params(question: DraftContext) -> SamplingParams:

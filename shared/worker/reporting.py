@@ -6,14 +6,16 @@ import os
 import socket
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from shared.bus import new_worker_id
 from shared.protocol.status import InstanceStatus
 from shared.protocol.subjects import Stage
 from shared.settings import EngineSettings
-from shared.worker.engine_host import EngineHost
 from shared.worker.holdings import Holdings
+
+if TYPE_CHECKING:  # a drafter without a model reports too, and loads no torch
+    from shared.worker.engine_host import EngineHost
 
 
 class Reporter:

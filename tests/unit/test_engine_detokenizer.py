@@ -4,23 +4,10 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models
 
 from shared.engine.detokenizer import Detokenizer
-
-
-def byte_level_tokenizer() -> Tokenizer:
-    """One token for each byte, some for pairs, so that characters and stop strings split across tokens."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("h", "e"), ("l", "l"), ("S", "T"), ("O", "P"), ("ST", "OP"), ("Ġ", "a")]
-    vocab = {c: i for i, c in enumerate(alphabet)}
-    for left, right in merges:
-        vocab[left + right] = len(vocab)
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
-    return tokenizer
+from tests.unit.engine_harness import EOS, byte_level_tokenizer
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
@@ -103,7 +90,9 @@ def test_a_successor_that_replays_the_tokens_goes_on_where_the_text_stopped(
         assert run(successor, ids[cut:]) == expected[min(cut, len(ids)) :]
 
 
-@given(texts, st.lists(st.sampled_from(["STOP", "P", "he", "l\u20ac", "OPS", "ab", "\U0001f600"]), min_size=1, max_size=3))
+@given(
+    texts, st.lists(st.sampled_from(["STOP", "P", "he", "l\u20ac", "OPS", "ab", "\U0001f600"]), min_size=1, max_size=3)
+)
 def test_text_ends_before_the_first_stop_string_and_never_shows_a_part_of_it(text: str, stop: list[str]) -> None:
     ids = ids_of(text)
     detokenizer = Detokenizer(BYTE_LEVEL, stop, [])
@@ -156,8 +145,15 @@ def test_byte_fallback_spells_a_character_once_it_is_complete_and_keeps_blanks()
 
 
 def test_special_tokens_add_no_text() -> None:
-    end = BYTE_LEVEL.token_to_id("<|end|>")
-    assert run(Detokenizer(BYTE_LEVEL, [], []), [end, *ids_of("he"), end, *ids_of("y"), end]) == ["", "he", "", "y", "", ""]
+    end = BYTE_LEVEL.token_to_id(EOS)
+    assert run(Detokenizer(BYTE_LEVEL, [], []), [end, *ids_of("he"), end, *ids_of("y"), end]) == [
+        "",
+        "he",
+        "",
+        "y",
+        "",
+        "",
+    ]
 
 
 def test_a_prompt_that_ends_within_a_character_does_not_garble_the_output() -> None:

@@ -37,7 +37,7 @@ def sequence(arrival: int, prompt: int, output: int, *, drafts: int = 0) -> Sequ
 
 @dataclass
 class World:
-    """A scheduler and the sequences that it was given; `step` does what the engine does, with token 7 as every choice."""
+    """A scheduler and the sequences that it was given; `step` acts as the engine, with token 7 as every choice."""
 
     blocks: int
     pool: BlockPool = field(init=False)

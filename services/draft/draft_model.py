@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass
 
 import msgspec
 import structlog
 
+from services.draft.service import ModelTask
+from services.draft.settings import DraftSettings
+from services.draft.vocabulary import require_same_vocabulary
 from shared.engine import Engine, EngineError, Sequence
-from shared.protocol.jobs import SamplingParams
+from shared.models import ModelFiles
+from shared.telemetry.metrics import EngineMetrics
+from shared.worker.engine_host import BatchSizes, EngineHost
+from shared.worker.process import StartupError
 
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class ModelTask:
-    """Guess `max_tokens` tokens behind `token_ids` with the target's sampling parameters."""
+class DraftModel:
+    """The draft model in its engine thread, as the service asks it. Importing this module loads torch."""
 
-    request_id: str
-    token_ids: list[int]
-    params: SamplingParams
-    max_tokens: int
+    def __init__(self, host: EngineHost, max_sequences: int) -> None:
+        self._host = host
+        self._proposer = ModelProposer(max_sequences)
+
+    @classmethod
+    async def load(cls, settings: DraftSettings, target: ModelFiles, metrics: EngineMetrics) -> DraftModel:
+        """Raises StartupError when it cannot be loaded or speaks other tokens than the target."""
+        sizes = BatchSizes(settings.draft_slots, settings.draft_batch_tokens)
+        try:
+            host = await EngineHost.load(settings, settings.draft_model, sizes, metrics)
+        except EngineError as error:
+            raise StartupError(f"draft model {settings.draft_model}: {error}") from error
+        require_same_vocabulary(target, host.model)
+        host.start()
+        return cls(host, settings.max_sequences)
+
+    async def propose(self, tasks: list[ModelTask]) -> dict[str, list[int]]:
+        """Guesses per request id; those that do not fit now are left out."""
+        return await self._host.async_engine.call(self._proposer.propose, tasks)
+
+    async def forget(self, request_id: str) -> None:
+        await self._host.async_engine.call(self._proposer.forget, request_id)
+
+    async def stop(self) -> None:
+        await self._host.stop()
 
 
 class ModelProposer:
