@@ -43,4 +43,7 @@ class EngineSettings(CommonSettings):
     )
     threads: int = Field(1, ge=1, description="Compute threads of this process; more than one core each is 10x slower")
     block_tokens: int = Field(32, ge=8, le=256, description="Tokens in a KV block; the same in every worker")
+    stall_s: float = Field(
+        10.0, gt=1, description="An engine step longer than this counts as hung: requests move on; 3 times this: exit"
+    )
     kv_memory_gib: float = Field(1.0, gt=0, description="Memory of this worker's KV cache in GiB")

@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 from rich.console import Console
 
 from services.cli.errors import SupervisorGone
 from services.cli.home import Home
+from services.cli.interrupts import Interrupted, Interrupts
 from services.cli.preflight import memory_needed, require_disk, require_free, require_memory, stack_ports
 from services.cli.readiness import await_ready
 from services.cli.settings import CliSettings
@@ -26,12 +23,8 @@ from services.cli.startup_view import ModelProgress, StartupView
 from shared.models import ModelFiles, resolve_model
 from shared.protocol.subjects import Stage
 
-_POLL_S = 0.5
+_POLL_S = 0.2
 _OTHER_COMMAND_S = 60.0
-
-
-class Interrupted(Exception):
-    """SIGINT, SIGTERM or SIGHUP arrived."""
 
 
 def up(settings: CliSettings, counts: dict[Stage, int], *, detach: bool, console: Console) -> None:
@@ -40,28 +33,19 @@ def up(settings: CliSettings, counts: dict[Stage, int], *, detach: bool, console
     def say(text: str) -> None:
         console.print(text, markup=False)
 
-    began = time.monotonic()
     home = Home.open(settings.home)
-    with _signals_raise():
-        try:
-            with home.changing():
-                stack = _start(home, settings, counts, console)
-            say(f"ready after {time.monotonic() - began:.1f} s")
-            _invite(stack, console)
-        except Interrupted:
-            say("interrupted before it was ready")
-            raise SystemExit(130) from None
+    with Interrupts.install() as interrupts:
+        stack = _launched(home, settings, counts, interrupts, console)
         if detach:
             say("runs in the background: `headrace status`, `headrace logs -f`, `headrace down`")
             return
         say("Ctrl-C stops everything")
-        try:
-            while stack.supervisor.alive():
-                time.sleep(_POLL_S)
-        except Interrupted:
-            _stop(stack, console)
-            return
-    _explain_end(stack, console)
+        while not interrupts.count and stack.supervisor.alive():
+            time.sleep(_POLL_S)
+        if interrupts.count:
+            _stop(stack, interrupts, console)
+        else:
+            _explain_end(stack, console)
 
 
 def make_spec(settings: CliSettings, counts: dict[Stage, int]) -> StackSpec:
@@ -93,12 +77,46 @@ def curl_line(url: str, model: str, *, with_key: bool) -> str:
     return f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{quoted}'"
 
 
-def _start(home: Home, settings: CliSettings, counts: dict[Stage, int], console: Console) -> Stack:
+def _launched(
+    home: Home, settings: CliSettings, counts: dict[Stage, int], interrupts: Interrupts, console: Console
+) -> Stack:
+    """A stack that is ready. Exits with 130 when the user does not want to wait for it."""
+    began = time.monotonic()
+    try:
+        with home.changing():
+            stack = _start(home, settings, counts, interrupts, console)
+    except Interrupted:
+        console.print("interrupted before it was ready", markup=False)
+        raise SystemExit(130) from None
+    console.print(f"ready after {time.monotonic() - began:.1f} s", markup=False)
+    _invite(stack, console)
+    return stack
+
+
+def _start(
+    home: Home, settings: CliSettings, counts: dict[Stage, int], interrupts: Interrupts, console: Console
+) -> Stack:
     def say(text: str) -> None:
         console.print(text, markup=False)
 
     spec = make_spec(settings, counts)
-    clear_stale(home, say)
+    with interrupts.raising():
+        clear_stale(home, say)
+        _check(home, spec, settings, console)
+    say(f"state in {home.root}")
+    stack = launch(home, spec, settings.threads, say)
+    try:
+        with interrupts.raising(), StartupView(console) as view:
+            asyncio.run(await_ready(stack, view.show, settings.start_timeout_s))
+    except BaseException:
+        say("stopping what was started")
+        stack.kill()
+        raise
+    return stack
+
+
+def _check(home: Home, spec: StackSpec, settings: CliSettings, console: Console) -> None:
+    """All that can be known to fail beforehand, and the model, which may take minutes to fetch."""
     require_free(stack_ports(spec))
     require_disk(home.root)
     files = _model(spec.model, console)
@@ -113,16 +131,6 @@ def _start(home: Home, settings: CliSettings, counts: dict[Stage, int], console:
             store_memory_gib=settings.store_memory_gib,
         )
     )
-    say(f"state in {home.root}")
-    stack = launch(home, spec, settings.threads, say)
-    try:
-        with StartupView(console) as view:
-            asyncio.run(await_ready(stack, view.show, settings.start_timeout_s))
-    except BaseException:
-        say("stopping what was started")
-        stack.kill()
-        raise
-    return stack
 
 
 def _model(name: str, console: Console) -> ModelFiles:
@@ -149,10 +157,11 @@ def _asks_for_keys() -> bool:
     return bool(os.environ.get("HEADRACE_API_KEYS"))
 
 
-def _stop(stack: Stack, console: Console) -> None:
+def _stop(stack: Stack, interrupts: Interrupts, console: Console) -> None:
     console.print("stopping (Ctrl-C again kills at once)", markup=False)
     try:
-        stack.stop(lambda text: console.print(text, markup=False))
+        with interrupts.raising(beyond=interrupts.count):
+            stack.stop(lambda text: console.print(text, markup=False))
     except Interrupted:
         stack.kill()
     console.print("stopped", markup=False)
@@ -171,19 +180,3 @@ def _explain_end(stack: Stack, console: Console) -> None:
 def _absolute(model: str) -> str:
     path = Path(model).expanduser()
     return str(path.resolve()) if model and path.exists() else model
-
-
-@contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Inside, the three signals that ask a foreground program to end raise Interrupted, each time they come."""
-
-    def interrupt(number: int, _frame: FrameType | None) -> None:
-        raise Interrupted(signal.Signals(number).name)
-
-    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, interrupt) for number in caught}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -32,13 +32,17 @@ async def serve(settings: DecodeSettings, stop: asyncio.Event) -> None:
         sizes = BatchSizes(settings.decode_slots, settings.decode_batch_tokens, settings.max_draft_tokens)
         host = await EngineHost.load(settings, settings.model, sizes, metrics.engine)
         async with open_kv(bus, settings, "decode", settings.transport, metrics.kv) as kv, asyncio.TaskGroup() as tasks:
-            lag = tasks.create_task(LoopLagMonitor(metrics.process.event_loop_lag).run())
+            beside = [
+                tasks.create_task(LoopLagMonitor(metrics.process.event_loop_lag).run()),
+                tasks.create_task(bus.watch()),
+            ]
             worker = DecodeWorker(bus, host, kv.client, settings, reporter.worker, metrics)
             host.start()
             reporter.ready(host, worker.holdings, lambda: worker.last_error, kv.describe)
             try:
-                await worker.run(stop)
+                await worker.run(stop, reporter.draining)
             finally:
-                lag.cancel()
+                for task in beside:
+                    task.cancel()
                 await host.stop()
     metrics_server.close()

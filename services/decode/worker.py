@@ -4,131 +4,67 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
+from typing import Any
 
-import structlog
 from opentelemetry import trace
 
 from services.decode.draft_link import DraftLink
 from services.decode.settings import DecodeSettings
 from shared.blocks import BlockKey, KVClient, block_keys
-from shared.bus import Bus, BusError, Delivery, LogState
+from shared.bus import Bus, Delivery, LogState, WorkQueue
 from shared.engine import Sequence
 from shared.protocol.blocks import Manifest
 from shared.protocol.jobs import DecodeJob, decode_job
 from shared.protocol.records import Ended, FinishReason, Tokens, Usage
 from shared.telemetry import attributes as attr
-from shared.telemetry import extract_context, record_span, tracer
+from shared.telemetry import tracer
 from shared.telemetry.metrics import DecodeMetrics
 from shared.worker.block_push import BlockPush
+from shared.worker.cleanup import run_to_end
 from shared.worker.engine_host import EngineHost
-from shared.worker.holdings import Holding, Holdings
-
-PULL_WAIT_S = 1.0
-RETRY_S = 0.25
-OTHER_LAYOUT_DELAY_S = 1.0
-
-log = structlog.get_logger(__name__)
+from shared.worker.holdings import Holding
+from shared.worker.stage_worker import OtherLayout, StageWorker, Work
 
 
-class DecodeWorker:
-    """Owner of the decode side of this process: its holdings and their tasks.
-
-    The log is the truth: what it holds is never sampled again, and what it refuses is dropped.
-    """
+class DecodeWorker(StageWorker):
+    """Turns blocks into tokens. The log is the truth: what it holds is never sampled again."""
 
     def __init__(
         self, bus: Bus, host: EngineHost, kv: KVClient, settings: DecodeSettings, worker: str, metrics: DecodeMetrics
     ) -> None:
-        self._bus = bus
-        self._host = host
+        super().__init__(
+            "decode",
+            bus,
+            host,
+            worker,
+            metrics.queue,
+            slots=settings.decode_slots,
+            stall_s=settings.stall_s,
+            drain_s=settings.drain_s,
+            on_dropped=kv.release,
+        )
         self._kv = kv
         self._settings = settings
         self._metrics = metrics
         self.drafts = DraftLink(bus, host.async_engine, settings, host.model.name, worker)
-        self.holdings = Holdings(bus, "decode", worker, metrics.queue, lambda: host.progress_unix_s, kv.release)
-        self.last_error = ""
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop`, then hand running work back."""
-        queue = self._bus.job_queue(self._host.model.name)
-        await queue.open()
-        await self.drafts.open()
-        await self._bus.on_cancel(self.holdings.on_cancel)
-        async with asyncio.TaskGroup() as tasks:
-            background = [
-                tasks.create_task(self.holdings.renew_forever()),
-                tasks.create_task(self._renew_leases()),
-            ]
-            while not stop.is_set():
-                free = self._settings.decode_slots - len(self.holdings)
-                if free <= 0 or self.holdings.stalled:
-                    await self.holdings.wait_freed(RETRY_S)
-                    continue
-                try:
-                    deliveries = await queue.pull(free, PULL_WAIT_S)
-                except BusError as error:
-                    self.last_error = str(error)
-                    log.warning("pull_failed", error=str(error))
-                    await asyncio.sleep(RETRY_S)
-                    continue
-                for delivery in deliveries:
-                    await self._take(delivery, tasks)
-            for task in background:
-                task.cancel()
-            await queue.close()
-            await self.holdings.give_all_back(self._settings.drain_s)
+    def _queue(self) -> WorkQueue:
+        return self._bus.job_queue(self._host.model.name)
 
-    async def _take(self, delivery: Delivery, tasks: asyncio.TaskGroup) -> None:
-        """Claim one delivery and serve it in a task of its own."""
-        try:
-            job = decode_job(delivery.data)
-            if job.manifest.layout_id != self._host.layout.layout_id:
-                # Other numerics could change the output, so these blocks and this request are not ours to serve.
-                self.last_error = (
-                    f"{job.request.request_id} has KV layout {job.manifest.layout_id}, this worker has "
-                    f"{self._host.layout.layout_id}: start prefill and decode with the same model, dtype and block size"
-                )
-                log.error("layout_refused", request_id=job.request.request_id, error=self.last_error)
-                await delivery.give_back(OTHER_LAYOUT_DELAY_S)
-                return
-            assumed = LogState(epoch=job.epoch, last_seq=job.log_seq, output_ids=list(job.output_ids))
-            holding = await self.holdings.take(delivery, job.request, assumed)
-        except BusError as error:
-            self.last_error = str(error)
-            log.warning("take_failed", error=str(error))
-            return
-        if holding is not None:
-            tasks.create_task(self._serve(holding, job), name=holding.request_id)
+    def _background(self) -> list[Coroutine[Any, Any, None]]:
+        return [self._renew_leases()]
 
-    async def _serve(self, holding: Holding, job: DecodeJob) -> None:
-        request, delivery = holding.request, holding.delivery
-        context = extract_context(delivery.headers)
-        now = time.time()
-        self._metrics.queue.queue_time.observe(max(now - delivery.published_unix_s, 0.0))
-        record_span(
-            "queue.decode",
-            delivery.published_unix_s,
-            now,
-            context=context,
-            attributes={attr.REQUEST_ID: request.request_id, attr.DELIVERY: delivery.num_delivered},
-        )
-        with tracer().start_as_current_span(
-            "decode",
-            context=context,
-            attributes={
-                attr.REQUEST_ID: request.request_id,
-                attr.EPOCH: holding.epoch,
-                attr.GEN_AI_REQUEST_MODEL: request.model,
-                attr.RESUMED_TOKENS: len(holding.state.output_ids),
-            },
-        ):
-            try:
-                await self.holdings.serve(holding, lambda held: self._decode(held, job))
-            except BusError as error:
-                self.last_error = str(error)
-                log.warning("request_left_to_redelivery", request_id=request.request_id, error=str(error))
-            finally:
-                await self.drafts.leave(request.request_id)
+    def _read(self, delivery: Delivery) -> Work:
+        job = decode_job(delivery.data)
+        ours = self._host.layout.layout_id
+        if job.manifest.layout_id != ours:
+            raise OtherLayout(
+                f"{job.request.request_id} has KV layout {job.manifest.layout_id}, this worker has {ours}: "
+                "start prefill and decode with the same model, dtype and block size"
+            )
+        assumed = LogState(epoch=job.epoch, last_seq=job.log_seq, output_ids=list(job.output_ids))
+        return Work(job.request, assumed, lambda holding: self._decode(holding, job))
 
     async def _decode(self, holding: Holding, job: DecodeJob) -> None:
         request = holding.request
@@ -144,6 +80,7 @@ class DecodeWorker:
         try:
             if sequence.finish_reason is not None:  # the last holder died between its last token and its last word
                 await self._end(holding, job, sequence.finish_reason, len(holding.state.output_ids), 0, 0)
+                await self._kv.release(request.request_id)
                 return
             loaded = await self._load(sequence, request.salt, job.manifest, push)
             self.drafts.join(request, tokens)
@@ -151,9 +88,9 @@ class DecodeWorker:
             await self.drafts.ask(request.request_id)
             await self._emit(holding, job, sequence, push)
         finally:
-            await asyncio.shield(push.abandon())
-            await asyncio.shield(self._host.release(sequence))
-            await asyncio.shield(self._kv.release(request.request_id))
+            await run_to_end(
+                lambda: self.drafts.leave(request.request_id), push.abandon, lambda: self._host.release(sequence)
+            )
 
     async def _load(self, sequence: Sequence, salt: str, manifest: Manifest, push: BlockPush) -> int:
         """Fetch the stored prefix into the sequence's blocks; the tokens whose KV is loaded. The rest is recomputed.
@@ -214,6 +151,7 @@ class DecodeWorker:
                 self._metrics.decode_time.observe(time.time() - holding.claimed_unix_s)
                 self._annotate(steps, emitted, drafted, accepted, reason)
                 await push.finish()
+                await self._kv.release(request_id)
                 return
 
     def _offer_full_blocks(self, sequence: Sequence, salt: str, num_computed: int, push: BlockPush) -> None:

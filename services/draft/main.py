@@ -35,11 +35,15 @@ async def serve(settings: DraftSettings, stop: asyncio.Event) -> None:
         service = DraftService(bus, settings, target.name, metrics, draft_model)
         reporter.ready_without_engine(target.name, lambda: len(service), lambda: service.last_error)
         async with asyncio.TaskGroup() as tasks:
-            lag = tasks.create_task(LoopLagMonitor(metrics.process.event_loop_lag).run())
+            beside = [
+                tasks.create_task(LoopLagMonitor(metrics.process.event_loop_lag).run()),
+                tasks.create_task(bus.watch()),
+            ]
             try:
                 await service.run(stop)
             finally:
-                lag.cancel()
+                for task in beside:
+                    task.cancel()
                 if draft_model is not None:
                     await draft_model.stop()
     metrics_server.close()

@@ -68,6 +68,7 @@ async def serve(settings: KVStoreSettings, stop: asyncio.Event) -> None:
                 tasks.create_task(upkeep.run()),
                 tasks.create_task(update_gauges(store, metrics)),
                 tasks.create_task(LoopLagMonitor(metrics.process.event_loop_lag).run()),
+                tasks.create_task(bus.watch()),
             ]
             if settings.store_prefault:
                 background.append(tasks.create_task(_prefault(pool)))

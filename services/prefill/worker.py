@@ -6,122 +6,63 @@ import asyncio
 import time
 from collections.abc import Sequence
 
-import structlog
-
 from services.prefill.settings import PrefillSettings
 from shared.blocks import BlockKey, KVClient, block_keys
-from shared.bus import Bus, BusError, Delivery, DuplicateWork, LogState, PublishFailed, QueueFull
+from shared.bus import Bus, Delivery, DuplicateWork, LogState, MessageTooLarge, PublishFailed, QueueFull, WorkQueue
 from shared.engine import Sequence as EngineSequence
 from shared.engine import SequenceStep
 from shared.protocol.blocks import BlockRef, Manifest
 from shared.protocol.jobs import DecodeJob, GenerationRequest, decode_request
 from shared.protocol.records import Ended, Tokens, Usage
 from shared.telemetry import attributes as attr
-from shared.telemetry import extract_context, inject_headers, record_span, tracer
+from shared.telemetry import inject_headers, record_span, tracer
 from shared.telemetry.metrics import PrefillMetrics
 from shared.worker.block_push import BlockPush
+from shared.worker.cleanup import run_to_end
 from shared.worker.engine_host import EngineHost
-from shared.worker.holdings import Holding, Holdings
+from shared.worker.holdings import Holding, Unservable
+from shared.worker.stage_worker import RETRY_S, StageWorker, Work
 
-PULL_WAIT_S = 1.0
-RETRY_S = 0.25
 DEPTH_CHECK_S = 0.5
 
-log = structlog.get_logger(__name__)
 
-
-class PrefillWorker:
-    """Owner of the prefill side of this process: its holdings and their tasks.
-
-    State of a request lives in its log and its holding; a killed worker leaves nothing behind that another needs.
-    """
+class PrefillWorker(StageWorker):
+    """Turns prompts into KV blocks and first tokens, and hands them to decode."""
 
     def __init__(
         self, bus: Bus, host: EngineHost, kv: KVClient, settings: PrefillSettings, worker: str, metrics: PrefillMetrics
     ) -> None:
-        self._bus = bus
-        self._host = host
+        super().__init__(
+            "prefill",
+            bus,
+            host,
+            worker,
+            metrics.queue,
+            slots=settings.prefill_slots,
+            stall_s=settings.stall_s,
+            drain_s=settings.drain_s,
+            on_dropped=kv.release,
+        )
         self._kv = kv
         self._settings = settings
         self._metrics = metrics
-        self.holdings = Holdings(bus, "prefill", worker, metrics.queue, lambda: host.progress_unix_s, kv.release)
-        self.last_error = ""
         self._depth_read_s = 0.0
         self._jobs_waiting = 0
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Serve until `stop`, then hand running work back."""
-        queue = self._bus.request_queue(self._host.model.name)
-        await queue.open()
-        await self._bus.on_cancel(self.holdings.on_cancel)
-        async with asyncio.TaskGroup() as tasks:
-            renewing = tasks.create_task(self.holdings.renew_forever())
-            while not stop.is_set():
-                free = self._settings.prefill_slots - len(self.holdings)
-                try:
-                    if free <= 0 or self.holdings.stalled or await self._decode_is_behind():
-                        await self.holdings.wait_freed(RETRY_S)
-                        continue
-                    deliveries = await queue.pull(free, PULL_WAIT_S)
-                except BusError as error:
-                    self.last_error = str(error)
-                    log.warning("pull_failed", error=str(error))
-                    await asyncio.sleep(RETRY_S)
-                    continue
-                for delivery in deliveries:
-                    await self._take(delivery, tasks)
-            renewing.cancel()
-            await queue.close()
-            await self.holdings.give_all_back(self._settings.drain_s)
+    def _queue(self) -> WorkQueue:
+        return self._bus.request_queue(self._host.model.name)
 
-    async def _decode_is_behind(self) -> bool:
-        """Whether so many jobs wait for decode that more would only age there. Looked up twice a second."""
+    def _read(self, delivery: Delivery) -> Work:
+        request = decode_request(delivery.data)
+        return Work(request, LogState(last_seq=request.log_seq), self._prefill)
+
+    async def _may_pull(self) -> bool:
+        """Not when so many jobs wait for decode that more would only age there. Looked up twice a second."""
         now = time.monotonic()
         if now - self._depth_read_s >= DEPTH_CHECK_S:
             self._depth_read_s = now
             self._jobs_waiting = await self._bus.queue_depth("decode", self._host.model.name)
-        return self._jobs_waiting >= self._settings.max_jobs_waiting
-
-    async def _take(self, delivery: Delivery, tasks: asyncio.TaskGroup) -> None:
-        """Claim one delivery and serve it in a task of its own."""
-        try:
-            request = decode_request(delivery.data)
-            assumed = LogState(last_seq=request.log_seq)
-            holding = await self.holdings.take(delivery, request, assumed)
-        except BusError as error:
-            self.last_error = str(error)
-            log.warning("take_failed", error=str(error))
-            return
-        if holding is not None:
-            tasks.create_task(self._serve(holding), name=holding.request_id)
-
-    async def _serve(self, holding: Holding) -> None:
-        request, delivery = holding.request, holding.delivery
-        context = extract_context(delivery.headers)
-        now = time.time()
-        self._metrics.queue.queue_time.observe(max(now - delivery.published_unix_s, 0.0))
-        record_span(
-            "queue.prefill",
-            delivery.published_unix_s,
-            now,
-            context=context,
-            attributes={attr.REQUEST_ID: request.request_id, attr.DELIVERY: delivery.num_delivered},
-        )
-        with tracer().start_as_current_span(
-            "prefill",
-            context=context,
-            attributes={
-                attr.REQUEST_ID: request.request_id,
-                attr.EPOCH: holding.epoch,
-                attr.GEN_AI_REQUEST_MODEL: request.model,
-                attr.GEN_AI_USAGE_INPUT_TOKENS: len(request.prompt_ids),
-            },
-        ):
-            try:
-                await self.holdings.serve(holding, self._prefill)
-            except BusError as error:
-                self.last_error = str(error)
-                log.warning("request_left_to_redelivery", request_id=request.request_id, error=str(error))
+        return self._jobs_waiting < self._settings.max_jobs_waiting
 
     async def _prefill(self, holding: Holding) -> None:
         request = holding.request
@@ -147,7 +88,7 @@ class PrefillWorker:
             if found:
                 cached = await self._load_cached(request, sequence, found, push)
                 await self._host.begin(sequence, cached)
-            final = await self._compute(sequence, keys, push)
+            final = await self._compute(sequence, keys, push, cached)
             await holding.log.append(Tokens(epoch=holding.epoch, index=0, ids=list(final.new_ids), text=final.text))
             self._metrics.prefill_time.observe(time.time() - holding.claimed_unix_s)
             if final.finish_reason is not None:
@@ -165,8 +106,7 @@ class PrefillWorker:
             refs = await push.finish()
             await self._hand_over(holding, keys, refs, list(final.new_ids), cached)
         finally:
-            await asyncio.shield(push.abandon())
-            await asyncio.shield(self._host.release(sequence))
+            await run_to_end(push.abandon, lambda: self._host.release(sequence))
 
     @staticmethod
     def _lease_s(request: GenerationRequest) -> float:
@@ -201,9 +141,11 @@ class PrefillWorker:
         self._metrics.engine.prompt_tokens_cached.inc(cached)
         return cached
 
-    async def _compute(self, sequence: EngineSequence, keys: list[BlockKey], push: BlockPush) -> SequenceStep:
+    async def _compute(
+        self, sequence: EngineSequence, keys: list[BlockKey], push: BlockPush, cached: int
+    ) -> SequenceStep:
         """Follow the chunks, pushing each block that a chunk filled; the step with the first token."""
-        began, chunk, done = time.time(), 0, sequence.num_computed
+        began, chunk, done = time.time(), 0, cached
         while True:
             step = await self._host.feed.next(sequence.seq_id)
             now = time.time()
@@ -249,7 +191,8 @@ class PrefillWorker:
                 return
             except DuplicateWork:
                 return
+            except MessageTooLarge as error:
+                raise Unservable("request_too_large", str(error)) from error
             except (QueueFull, PublishFailed) as error:
-                self.last_error = str(error)
-                log.warning("hand_over_waits", request_id=holding.request_id, error=str(error))
+                self._note("hand_over_waits", error)
                 await asyncio.sleep(RETRY_S)

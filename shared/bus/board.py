@@ -17,6 +17,9 @@ from shared.protocol.subjects import STATUS_PING, Stage, status_subject
 
 MAX_INSTANCES = 4096
 
+DEAF_S = 1.5 * STATUS_INTERVAL_S
+"""How long after a (re)connection a living instance may still be unheard of."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -25,6 +28,7 @@ class StatusBoard:
 
     def __init__(self) -> None:
         self._seen: dict[tuple[Stage, str], tuple[float, InstanceStatus]] = {}
+        self._deaf_until_s = 0.0
 
     def live(self, stage: Stage | None = None, model: str | None = None) -> list[InstanceStatus]:
         """Statuses heard within the time to live, by instance name; of one stage and model where given."""
@@ -39,12 +43,22 @@ class StatusBoard:
         )
 
     def holder_alive(self, worker: str, request_id: str, within_s: float) -> bool:
-        """Whether the named run of a worker said within `within_s` that it works on this request."""
-        oldest = time.monotonic() - within_s
-        return any(
-            heard >= oldest and status.worker == worker and request_id in status.holds
-            for heard, status in self._seen.values()
-        )
+        """Whether the named run of a worker said within `within_s` that it works on this request.
+
+        Right after (re)connecting nobody had the chance to say so, and every worker counts as alive.
+        """
+        now = time.monotonic()
+        instance = worker.rpartition(".")[0]
+        for heard, status in self._seen.values():
+            if status.worker == worker and heard >= now - within_s:
+                return request_id in status.holds
+            if status.instance == instance and status.worker != worker:
+                return False  # a later run of the same instance
+        return now < self._deaf_until_s
+
+    def heard_nothing_yet(self) -> None:
+        """The connection was made (again) just now."""
+        self._deaf_until_s = time.monotonic() + DEAF_S
 
     async def on_status(self, message: Msg) -> None:
         try:
@@ -75,7 +89,7 @@ class Announcer:
         subscription = await self._client.subscribe(STATUS_PING, cb=on_ping)
         try:
             while True:
-                await self._publish()
+                await self.publish()
                 try:
                     async with asyncio.timeout(STATUS_INTERVAL_S):
                         await self._asked.wait()
@@ -86,7 +100,8 @@ class Announcer:
             if not self._client.is_closed:
                 await subscription.unsubscribe()
 
-    async def _publish(self) -> None:
+    async def publish(self) -> None:
+        """Now, whatever the time."""
         if not self._client.is_connected:  # a status is worth nothing later, so it is not buffered
             return
         status = self._report()

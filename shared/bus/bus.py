@@ -23,8 +23,10 @@ from shared.bus.board import Announcer, StatusBoard
 from shared.bus.errors import (
     AppendRefused,
     BusError,
+    ConnectionLost,
     DuplicateWork,
     LogExists,
+    MessageTooLarge,
     PublishFailed,
     QueueFull,
     RequestUnknown,
@@ -74,10 +76,12 @@ class Bus:
     opted in.
     """
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, statuses: StatusBoard, closed: asyncio.Event) -> None:
         self.client = client
         self.js = client.jetstream(timeout=REQUEST_TIMEOUT_S)
-        self.statuses = StatusBoard()
+        self.statuses = statuses
+        self._closed = closed
+        self._announcer: Announcer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     @classmethod
@@ -87,12 +91,14 @@ class Bus:
         Raises ServerMissing when none answers within `wait_s`, ServerUnusable when it cannot serve us. Both say what
         to do.
         """
-        client = await _connect(url, name, wait_s)
+        statuses, closed = StatusBoard(), asyncio.Event()
+        client = await _connect(url, name, wait_s, statuses, closed)
         try:
             _check_version(client)
-            bus = cls(client)
+            bus = cls(client, statuses, closed)
             await bus._set_up_streams(wait_s)
-            await client.subscribe("hr.status.>", cb=bus.statuses.on_status)
+            await client.subscribe("hr.status.>", cb=statuses.on_status)
+            statuses.heard_nothing_yet()
         except BaseException:
             await client.close()
             raise
@@ -148,9 +154,24 @@ class Bus:
 
     def announce(self, report: Callable[[], InstanceStatus]) -> None:
         """Publish `report()` every second and when asked, until the bus closes."""
-        task = asyncio.create_task(Announcer(self.client, report).run(), name="announcer")
+        self._announcer = Announcer(self.client, report)
+        task = asyncio.create_task(self._announcer.run(), name="announcer")
         self._tasks.add(task)
         task.add_done_callback(_log_failure)
+
+    async def announce_now(self) -> None:
+        """Let the others know at once what has changed; before `announce` it does nothing."""
+        if self._announcer is not None:
+            await self._announcer.publish()
+
+    async def watch(self) -> None:
+        """Returns never; raises ConnectionLost when the client gave up its connection for good.
+
+        nats-py reconnects without limit after a lost server but not after an error that the server sent it, such as
+        permissions that were taken away. A service then ends, and its supervisor starts it again.
+        """
+        await self._closed.wait()
+        raise ConnectionLost("NATS closed this connection for good, see the log; restart the service")
 
     async def on_cancel(self, callback: Callable[[str], Awaitable[None]]) -> None:
         """Call back with the id of each request that somebody ended from outside. A hint: it may be lost."""
@@ -206,12 +227,12 @@ class Bus:
     # Work
 
     async def publish_request(self, request: GenerationRequest, headers: dict[str, str] | None = None) -> None:
-        """Queue accepted work for prefill. Raises QueueFull, DuplicateWork or PublishFailed."""
+        """Queue accepted work for prefill. Raises QueueFull, DuplicateWork, MessageTooLarge or PublishFailed."""
         subject = request_subject(request.model, request.priority, request.tenant, request.request_id)
         await self._publish_work(REQUESTS, subject, encode_work(request), headers)
 
     async def publish_job(self, job: DecodeJob, headers: dict[str, str] | None = None) -> None:
-        """Queue prefilled work for decode. Raises QueueFull, DuplicateWork or PublishFailed."""
+        """Queue prefilled work for decode. Raises QueueFull, DuplicateWork, MessageTooLarge or PublishFailed."""
         request = job.request
         subject = job_subject(request.model, request.priority, request.tenant, request.request_id)
         await self._publish_work(JOBS, subject, encode_work(job), headers)
@@ -231,6 +252,8 @@ class Bus:
                 },
             )
             answer = msgspec.json.decode(reply.data)
+        except nats.errors.MaxPayloadError as error:
+            raise MessageTooLarge(f"{subject}: {len(data)} bytes, the NATS server takes {self.max_payload}") from error
         except (nats.errors.Error, TimeoutError) as error:
             raise PublishFailed(f"{subject}: not confirmed by NATS: {error!r}") from error
         failure = answer.get("error")
@@ -244,11 +267,14 @@ class Bus:
 
     async def bury(self, stage: Stage, request: GenerationRequest, cause: str) -> None:
         """Keep work that was given up in the dead-letter stream, with its cause in the headers."""
-        subject = dead_subject(stage, request.tenant, request.request_id)
+        await self.bury_raw(dead_subject(stage, request.tenant, request.request_id), encode_work(request), cause)
+
+    async def bury_raw(self, subject: str, data: bytes, cause: str) -> None:
+        """The same for a message that could not be read."""
         try:
-            await self.js.publish(subject, encode_work(request), headers={"Headrace-Cause": cause})
+            await self.js.publish(subject, data, headers={"Headrace-Cause": cause})
         except (nats.errors.Error, APIError, TimeoutError) as error:
-            log.error("dead_letter_lost", request_id=request.request_id, cause=cause, error=str(error))
+            log.error("dead_letter_lost", subject=subject, cause=cause, error=str(error))
 
     def request_queue(self, model: str) -> WorkQueue:
         """Where prefill workers of this model pull."""
@@ -294,7 +320,7 @@ def _log_failure(task: asyncio.Task[None]) -> None:
         log.error("bus_task_failed", task=task.get_name(), error=repr(task.exception()))
 
 
-async def _connect(url: str, name: str, wait_s: float) -> Client:
+async def _connect(url: str, name: str, wait_s: float, statuses: StatusBoard, closed: asyncio.Event) -> Client:
     async def on_error(error: Exception) -> None:
         log.warning("nats_error", error=repr(error))
 
@@ -302,7 +328,11 @@ async def _connect(url: str, name: str, wait_s: float) -> Client:
         log.warning("nats_disconnected")
 
     async def on_reconnect() -> None:
+        statuses.heard_nothing_yet()
         log.info("nats_reconnected")
+
+    async def on_close() -> None:
+        closed.set()
 
     try:
         async with asyncio.timeout(wait_s):
@@ -321,6 +351,7 @@ async def _connect(url: str, name: str, wait_s: float) -> Client:
                         error_cb=on_error,
                         disconnected_cb=on_disconnect,
                         reconnected_cb=on_reconnect,
+                        closed_cb=on_close,
                     )
                 except nats.errors.AuthorizationError as error:
                     raise ServerUnusable("NATS refused the credentials; check HEADRACE_NATS_URL") from error
@@ -347,8 +378,10 @@ __all__ = [
     "AppendRefused",
     "Bus",
     "BusError",
+    "ConnectionLost",
     "DuplicateWork",
     "LogExists",
+    "MessageTooLarge",
     "PublishFailed",
     "QueueFull",
     "RequestUnknown",

@@ -23,6 +23,14 @@ class DuplicateWork(BusError):
     """The work queue already holds a message for this request."""
 
 
+class MessageTooLarge(BusError):
+    """The message is larger than the server's max_payload; trying again is of no use."""
+
+
+class ConnectionLost(BusError):
+    """The client closed its connection for good; nothing will be sent or received any more."""
+
+
 class PublishFailed(BusError):
     """The server did not confirm a message in time. It may or may not be stored."""
 

@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 from nats.js.errors import APIError
 
 from shared.bus.errors import AppendRefused, PublishFailed, RequestUnknown
-from shared.protocol.records import Accepted, Claimed, Ended, Record, Tokens, decode_record, encode_record
+from shared.protocol.records import Accepted, Claimed, Ended, HandedBack, Record, Tokens, decode_record, encode_record
 from shared.protocol.streams import LOG
 from shared.protocol.subjects import log_subject
 
@@ -44,7 +44,8 @@ class LogState:
     accepted: Accepted | None = None
     epoch: int = 0
     claims: list[Claimed] = field(default_factory=list)
-    claims_since_tokens: int = 0
+    unproductive: list[Claimed] = field(default_factory=list)
+    """Claims since the last token whose holders did not hand back: they crashed, or one of them works now."""
     output_ids: list[int] = field(default_factory=list)
     text_chars: int = 0
     ended: Ended | None = None
@@ -65,14 +66,16 @@ class LogState:
             case Claimed() as claim:
                 self.epoch = claim.epoch
                 self.claims.append(claim)
-                self.claims_since_tokens += 1
+                self.unproductive.append(claim)
+            case HandedBack() as back:
+                self.unproductive = [claim for claim in self.unproductive if claim.epoch != back.epoch]
             case Tokens() as tokens:
                 if tokens.index != len(self.output_ids):
                     raise ValueError(
                         f"log entry {entry.seq} starts at token {tokens.index}, expected {len(self.output_ids)}"
                     )
                 self.output_ids.extend(tokens.ids)
-                self.claims_since_tokens = 0
+                self.unproductive.clear()
                 self.text_chars += len(tokens.text)
             case Ended() as ended:
                 self.ended = ended

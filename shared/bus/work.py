@@ -7,7 +7,7 @@ import itertools
 import json
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import nats.errors
@@ -41,8 +41,8 @@ log = structlog.get_logger(__name__)
 class Delivery:
     """One message of a work queue in this worker's hands.
 
-    Exactly one of `ack`, `drop`, `give_back` ends it. A worker that lost the request calls none: an ack by an earlier
-    holder would delete the message under its successor.
+    Exactly one of `ack`, `drop`, `give_back`, `discard` ends it. A worker that lost the request calls none: an ack by
+    an earlier holder would delete the message under its successor.
     """
 
     message: Msg
@@ -60,7 +60,7 @@ class Delivery:
 
     async def drop(self) -> None:
         """Done with it, without waiting: for a request that ended elsewhere, whose message may be gone already."""
-        await self.message.ack()
+        await self._send(self.message.ack)
 
     async def ack(self) -> None:
         """Done with it. Waits for the server's word; after a lost ack the redelivery finds the log ended."""
@@ -71,11 +71,22 @@ class Delivery:
 
     async def give_back(self, delay_s: float = 0.0) -> None:
         """Hand it to another worker, at once or after a delay."""
-        await self.message.nak(delay=delay_s or None)
+        await self._send(lambda: self.message.nak(delay=delay_s or None))
+
+    async def discard(self) -> None:
+        """Never deliver it again: nobody could read it."""
+        await self._send(self.message.term)
 
     async def renew(self) -> None:
         """Tell the server that it is still worked on; restarts the ack wait."""
-        await self.message.in_progress()
+        await self._send(self.message.in_progress)
+
+    async def _send(self, answer: Callable[[], Awaitable[None]]) -> None:
+        """An answer that cannot be sent is not repeated: the message is delivered again by itself."""
+        try:
+            await answer()
+        except (nats.errors.Error, OSError) as error:
+            log.warning("answer_not_sent", subject=self.message.subject, error=str(error))
 
 
 class WorkQueue:
@@ -99,7 +110,9 @@ class WorkQueue:
         self._subscription: Subscription | None = None
         self._pulls = itertools.count()
         self._ready: deque[Delivery] = deque()
+        self._awaited: set[str] = set()
         self._finished: set[str] = set()
+        self._consumer_gone = False
         self._wanted = 0
         self._arrived = asyncio.Event()
         self._silent = 0
@@ -150,10 +163,16 @@ class WorkQueue:
             return []
         self._wanted = free
         try:
+            if self._consumer_gone:
+                self._consumer_gone = False
+                log.warning("consumers_gone", stream=self._stream.name)
+                await self._ensure_consumers()
             while len(self._ready) < free and await self._pull_one():
                 pass
-            if not self._ready:
+            if not self._ready and not self._consumer_gone:
                 await self._linger(wait_s)
+            if self._consumer_gone and not self._ready:
+                raise PublishFailed(f"the consumers of {self._stream.name} are gone and will be made again")
             return self._take(free)
         except (nats.errors.Error, APIError) as error:
             raise PublishFailed(f"cannot pull from {self._stream.name}: {error}") from error
@@ -170,7 +189,7 @@ class WorkQueue:
                 self._silent = 0
             else:
                 await self._note_silence()
-            self._finished.discard(pull)
+            self._forget(pull)
             if len(self._ready) > before:
                 return True
         return False
@@ -184,7 +203,7 @@ class WorkQueue:
         answered = await self._wait_for(
             lambda: bool(self._ready) or all(p in self._finished for p in pulls), wait_s + ANSWER_S
         )
-        self._finished.difference_update(pulls)
+        self._forget(*pulls)
         if answered:
             self._silent = 0
         else:
@@ -200,6 +219,7 @@ class WorkQueue:
 
     async def _request(self, priority: Priority, request: dict[str, object]) -> str:
         pull = str(next(self._pulls))
+        self._awaited.add(pull)
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream.name}.{self._durables[priority]}"
         await self._client.publish(subject, json.dumps(request).encode(), reply=f"{self._inbox}.{pull}")
         return pull
@@ -207,10 +227,13 @@ class WorkQueue:
     async def _on_message(self, message: Msg) -> None:
         status = (message.headers or {}).get("Status")
         if status is not None:
-            if status != "100":  # 404 nothing there, 408 expired, 409 consumer gone or leadership change
-                self._finished.add(message.subject.rpartition(".")[2])
-                if len(self._finished) > 1024:  # answers to pulls that were given up
-                    self._finished.clear()
+            if status != "100":  # 404 nothing there, 408 expired, 409 refused, 503 nobody answers for the consumer
+                pull = message.subject.rpartition(".")[2]
+                if pull in self._awaited:
+                    self._finished.add(pull)
+                description = (message.headers or {}).get("Description", "")
+                if status == "503" or (status == "409" and description == "Consumer Deleted"):
+                    self._consumer_gone = True
             self._arrived.set()
             return
         metadata = message.metadata
@@ -226,6 +249,11 @@ class WorkQueue:
             return
         self._ready.append(delivery)
         self._arrived.set()
+
+    def _forget(self, *pulls: str) -> None:
+        """Answers to these pulls are not waited for any more."""
+        self._awaited.difference_update(pulls)
+        self._finished.difference_update(pulls)
 
     def _take(self, free: int) -> list[Delivery]:
         return [self._ready.popleft() for _ in range(min(free, len(self._ready)))]

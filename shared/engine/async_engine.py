@@ -48,6 +48,8 @@ class AsyncEngine:
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
+        self._open = False
+        """Whether the thread will still look into the inbox."""
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -56,6 +58,7 @@ class AsyncEngine:
         if self._thread is not None:
             raise RuntimeError("the engine's thread was started already")
         self._loop = asyncio.get_running_loop()
+        self._open = True
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -85,38 +88,50 @@ class AsyncEngine:
             else:
                 self._resolve(future, result, None)
 
-        self._post(run)
+        if not self._post(run):
+            raise EngineStopped("the engine's thread is not running")
         return await future
 
     def propose(self, seq_id: str, start: int, token_ids: list[int]) -> None:
         """Hand drafted tokens to the engine. Never blocks, may be called from any thread, gives no answer."""
-        if not self._stopping:
-            self._post(lambda: self.engine.propose(seq_id, start, token_ids))
+        self._post(lambda: self.engine.propose(seq_id, start, token_ids))
 
-    def _post(self, job: Callable[[], None]) -> None:
+    def _post(self, job: Callable[[], None]) -> bool:
+        """Queue a job for the thread. False when the thread is not running."""
         with self._wake:
-            if self._thread is None or (self._stopping and not self._thread.is_alive()):
-                raise EngineStopped("the engine's thread is not running")
+            if not self._open:
+                return False
             self._inbox.append(job)
             self._wake.notify()
+            return True
 
     # In the engine's thread
 
     def _run(self) -> None:
         torch.set_num_threads(self.engine.config.threads)
-        while not self._stopping:
-            self.progress_unix_s = time.time()
-            while self._inbox:
+        try:
+            while not self._stopping:
+                self._turn()
+        finally:
+            with self._wake:
+                self._stopping, self._open = True, False
+            while self._inbox:  # nobody may wait for an answer that never comes
                 self._inbox.popleft()()
-            idle_s = 0.0 if self.engine.has_work else _TICK_S
-            if self.engine.has_work and not self._step():
-                idle_s = _BLOCKED_S
-            if idle_s:
-                with self._wake:
-                    if not self._inbox and not self._stopping:
-                        self._wake.wait(idle_s)
+
+    def _turn(self) -> None:
+        """What was asked for, then a step; waits when there is nothing to do."""
+        self.progress_unix_s = time.time()
         while self._inbox:
             self._inbox.popleft()()
+        if not self.engine.has_work:
+            self._wait(_TICK_S)
+        elif not self._step():
+            self._wait(_BLOCKED_S)
+
+    def _wait(self, most_s: float) -> None:
+        with self._wake:
+            if not self._inbox and not self._stopping:
+                self._wake.wait(most_s)
 
     def _step(self) -> bool:
         """Returns whether anything ran."""

@@ -22,7 +22,7 @@ from shared.engine.runner import ModelRunner
 from shared.engine.sampler import choose_token
 from shared.engine.scheduler import Scheduler, Work
 from shared.engine.sequence import Sequence, SequenceStep, StepStats, StopReason
-from shared.engine.verification import verify
+from shared.engine.verification import usable_drafts, verify
 from shared.protocol.blocks import KVLayout
 from shared.protocol.jobs import SamplingParams
 
@@ -149,14 +149,14 @@ class Engine:
     def pin(self, seq_id: str) -> list[int]:
         """Bar preemption of the sequence until `unpin`, so that its blocks can be read from outside between steps.
 
-        Returns its blocks whose KV is complete, in order: fewer than expected, or none, after a preemption. Pins are
-        counted. Raises UnknownSequence.
+        Returns its full blocks, in order: fewer than expected, or none, after a preemption, and never one that is still
+        being filled. Pins are counted. Raises UnknownSequence.
         """
         sequence = self._sequences.get(seq_id)
         if sequence is None:
             raise UnknownSequence(f"sequence {seq_id} is not known to this engine, or was released")
         sequence.pins += 1
-        return sequence.block_ids[: self._scheduler.blocks_for(sequence.num_computed)]
+        return sequence.block_ids[: sequence.num_computed // self.config.block_tokens]
 
     def unpin(self, seq_id: str) -> None:
         """Undo one `pin`. Unknown ids are ignored: release ends all pins."""
@@ -167,12 +167,15 @@ class Engine:
     def propose(self, seq_id: str, start: int, token_ids: list[int]) -> None:
         """Drafted tokens from absolute position `start` on; used in the next step if they agree with the sequence.
 
-        Never an error: a proposal for an unknown sequence, or one that does not fit, is dropped.
+        Never an error: a proposal for an unknown sequence, or one that continues nothing, is dropped and leaves an
+        earlier one in place.
         """
         sequence = self._sequences.get(seq_id)
-        if sequence is not None and token_ids and 0 <= start <= len(sequence.token_ids):
-            limit = len(sequence.token_ids) - start + 4 * self.config.max_draft_tokens
-            sequence.proposal = (start, [t for t in token_ids[:limit] if 0 <= t < self.vocab_size])
+        if sequence is None or not usable_drafts(sequence.token_ids, start, token_ids, limit=1):
+            return
+        limit = len(sequence.token_ids) - start + 4 * self.config.max_draft_tokens
+        if all(0 <= t < self.vocab_size for t in token_ids[:limit]):
+            sequence.proposal = (start, token_ids[:limit])
 
     def rewind(self, sequence: Sequence, token_ids: list[int], *, pause_after: int | None = None) -> None:
         """Replace the sequence's tokens, keeping the KV of the common beginning, and start it again.

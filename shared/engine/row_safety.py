@@ -7,19 +7,29 @@ differently for different lengths. So sizes are proven by trial on first use, ne
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from shared.engine.errors import NumericsError
 
 VARIANTS = 16
-"""Different rows that a probe knows. Several, since a sum taken in another order often rounds to the same number."""
+"""Different rows that a probe knows."""
 
 _REFERENCE_ROWS = 64
 _SEARCH = 64
 
-Probe = Callable[[torch.Tensor], torch.Tensor]
-"""Runs a kernel on rows chosen by `variants` [n] (numbers below VARIANTS); returns [n, ...], one result a row."""
+
+@dataclass(frozen=True)
+class Probe:
+    """`run` computes rows chosen by `variants` [n] (numbers below VARIANTS); it returns [n, ...], one result a row.
+
+    A sum taken in another order often rounds to the same number. So at least `rows_needed` rows are tried at each
+    count: many where a row's result rests on one sum (a norm), one where it holds hundreds of them (a product).
+    """
+
+    run: Callable[[torch.Tensor], torch.Tensor]
+    rows_needed: int = VARIANTS
 
 
 class SafeSize:
@@ -57,13 +67,11 @@ def safe_rows(what: str, probes: list[Probe]) -> SafeSize:
 
     def is_safe(rows: int) -> bool:
         if not references:
-            references.extend(bits(probe(_variants(_REFERENCE_ROWS, 0)))[:VARIANTS] for probe in probes)
-        # Few rows at a time show few variants, so a small count is tried often enough to show them all.
-        trials = [_variants(rows, shift) for shift in range(0, VARIANTS, rows)]
+            references.extend(bits(probe.run(_variants(_REFERENCE_ROWS, 0)))[:VARIANTS] for probe in probes)
         return all(
-            bool((bits(probe(variants)) == reference[variants]).all())
+            bool((bits(probe.run(variants)) == reference[variants]).all())
             for probe, reference in zip(probes, references, strict=True)
-            for variants in trials
+            for variants in (_variants(rows, shift) for shift in range(0, probe.rows_needed, rows))
         )
 
     return SafeSize(what, is_safe)

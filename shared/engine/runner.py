@@ -30,6 +30,9 @@ from shared.protocol.blocks import KVLayout
 _TRIAL_TOKENS = 53
 """Length of the first, checking forward. A prime, so that it is found in shapes; the row probes rely on that."""
 
+_REFERENCE_CONTEXT = 8192
+"""Context length, if the model has as many positions, to which the others are compared."""
+
 
 class ModelRunner:
     """Owns weights and KV cache. `forward` is the only thing that computes; it must be called from one thread."""
@@ -40,7 +43,6 @@ class ModelRunner:
         block_tokens = model.layout.block_tokens
         self.cache = KVCache(model.layout, num_blocks, self._device, read_tokens=math.gcd(block_tokens, TILE_TOKENS))
         query_rows = safe_rows("row count in attention", [self._attention_rows_probe(n) for n in (1, 3)])
-        self._longest = min(model.context_length, num_blocks * block_tokens)
         context = SafeSize("context length", self._is_safe_context(query_rows.pad(4)), step=TILE_TOKENS)
         trial = SafeSizes(rows=int, head_rows=int, query_rows=query_rows.pad, context=context.pad)
         body, head = self._find_probes(BatchBuilder(self.cache, model.query_heads, trial))
@@ -141,7 +143,7 @@ class ModelRunner:
             where = axis if out.shape[axis] == rows else list(out.shape).index(rows)
             return out.movedim(where, 0).reshape(rows, -1)
 
-        return probe
+        return Probe(probe, 1 if isinstance(layer, (nn.Linear, PackedLinear)) else VARIANTS)
 
     def _attention_rows_probe(self, sequences: int) -> Probe:
         """`attend` over two tiles of random K and V, the same for each of `sequences`."""
@@ -167,15 +169,16 @@ class ModelRunner:
             out = attend(q, tiled[0], tiled[1], group, None, None).view(heads, sequences, rows, dim)
             return out.movedim(2, 0).reshape(rows, -1)
 
-        return probe
+        return Probe(probe)
 
     def _is_safe_context(self, rows: int) -> Callable[[int], bool]:
-        """Says whether attention over `context` tokens gives the bits that it gives over the longest possible context.
+        """Says whether attention over `context` tokens gives the bits that it gives over the reference length.
 
-        Keys beyond `context` are hidden, so this tells whether hidden padding changes anything.
+        Keys beyond the shorter of both are hidden, so this tells whether hidden padding changes anything. The reference
+        depends on the model alone: all workers must agree.
         """
         heads, dim = min(2, self.cache.kv_heads), self.cache.head_dim
-        longest = -(-self._longest // TILE_TOKENS) * TILE_TOKENS
+        reference = -(-min(self.model.context_length, _REFERENCE_CONTEXT) // TILE_TOKENS) * TILE_TOKENS
         known: list[torch.Tensor] = []
 
         def run(context: int, positions: torch.Tensor) -> torch.Tensor:
@@ -187,14 +190,17 @@ class ModelRunner:
                 visible=0,
                 row_positions=positions[None, :, None],
             )
-            return attend(known[0], known[1][:, :context], known[2][:, :context], group, None, None)
+            beyond = (0, 0, 0, 0, 0, max(0, context - reference))
+            k, v = (nn.functional.pad(t[:, :context], beyond) for t in known[1:])
+            return attend(known[0], k, v, group, None, None)
 
         def is_safe(context: int) -> bool:
             if not known:
-                shape = (1, longest, heads, dim)
+                shape = (1, reference, heads, dim)
                 known.extend((self._random((rows, dim)), self._random(shape), self._random(shape)))
-            positions = (context - 1 - 7 * torch.arange(rows, device=self._device)).clamp_(min=0)
-            return context >= longest or bool((bits(run(context, positions)) == bits(run(longest, positions))).all())
+            last = min(context, reference) - 1
+            positions = (last - 7 * torch.arange(rows, device=self._device)).clamp_(min=0)
+            return bool((bits(run(context, positions)) == bits(run(reference, positions))).all())
 
         return is_safe
 

@@ -1,7 +1,7 @@
 """The records of a request's log: the only truth about what happened to a request.
 
 A log is the subject `hr.tok.<tenant>.<request>`; records are JSON, so that `nats sub 'hr.live.>'` reads well. A log
-holds one `Accepted`, any number of `Claimed` and `Tokens`, and ends with exactly one `Ended`.
+holds one `Accepted`, any number of `Claimed`, `HandedBack` and `Tokens`, and ends with exactly one `Ended`.
 """
 
 from __future__ import annotations
@@ -62,6 +62,15 @@ class Claimed(msgspec.Struct, frozen=True, tag_field="type", tag="claim", omit_d
     v: int = 1
 
 
+class HandedBack(msgspec.Struct, frozen=True, tag_field="type", tag="hand_back", omit_defaults=True):
+    """A holder gave the request back in good order (drain, restart): its claim is no sign of a crash."""
+
+    epoch: int
+    stage: Literal["prefill", "decode"]
+    worker: str
+    v: int = 1
+
+
 class Tokens(msgspec.Struct, frozen=True, tag_field="type", tag="tokens", omit_defaults=True):
     """Tokens `index .. index+len(ids)-1` of the output. `text` is what these ids add to the visible text.
 
@@ -86,7 +95,7 @@ class Ended(msgspec.Struct, frozen=True, tag_field="type", tag="end", omit_defau
     v: int = 1
 
 
-Record = Accepted | Claimed | Tokens | Ended
+Record = Accepted | Claimed | HandedBack | Tokens | Ended
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)

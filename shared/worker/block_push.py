@@ -40,6 +40,7 @@ class BlockPush:
         self._wanted: list[BlockKey] = []
         self._more = asyncio.Event()
         self._closing = False
+        self._abandoned = False
         self._task = asyncio.create_task(self._run(), name=f"push-{lease_id}")
 
     @property
@@ -59,18 +60,22 @@ class BlockPush:
 
     async def finish(self) -> list[BlockRef]:
         """Wait until all that was offered is stored or refused; the refs of all blocks in order."""
-        self._closing = True
-        self._more.set()
-        await self._task
+        self._close()
+        await asyncio.shield(self._task)  # a caller that is cancelled here abandons the push next
         return self._refs
 
     async def abandon(self) -> None:
         """Stop after the exchange in flight: afterwards nothing reads the sequence's blocks any more."""
-        self._wanted.clear()
-        await self.finish()
+        self._abandoned = True
+        self._close()
+        await asyncio.wait({self._task})
+
+    def _close(self) -> None:
+        self._closing = True
+        self._more.set()
 
     async def _run(self) -> None:
-        while True:
+        while not self._abandoned:
             if not self._wanted:
                 if self._closing:
                     return
@@ -101,7 +106,9 @@ class BlockPush:
         """Put the blocks that are there; the others get refs without places."""
         buffers = [self._host.block_buffer(block_id) for block_id in block_ids]
         sums = await checksums(buffers)
-        present = list(zip(keys, buffers, sums, strict=False))
+        # After a failed step the engine takes blocks back by itself: what was summed since may be somebody else's.
+        lost = self._sequence.state == "released"
+        present = [] if lost else list(zip(keys, buffers, sums, strict=False))
         refs = await self._kv.put(self._lease_id, self._lease_s, present) if present else []
         n_bytes = self._host.layout.block_bytes
         return [*refs, *(BlockRef(key.key, key.n_tokens, n_bytes, 0, []) for key in keys[len(present) :])]

@@ -1,4 +1,4 @@
-"""The requests that this worker holds: taking them from the queue, renewing them, losing them, giving them back."""
+"""The requests that this worker holds: claiming them, renewing them, losing them, giving them back."""
 
 from __future__ import annotations
 
@@ -9,21 +9,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal
 
-import nats.errors
 import structlog
 
-from shared.bus import (
-    RENEW_S,
-    AppendRefused,
-    Bus,
-    BusError,
-    Delivery,
-    LogState,
-    RequestLog,
-    RequestUnknown,
-)
+from shared.bus import RENEW_S, AppendRefused, Bus, BusError, Delivery, LogState, RequestLog, RequestUnknown
 from shared.protocol.jobs import GenerationRequest
-from shared.protocol.records import Claimed, Ended, ErrorInfo, Usage
+from shared.protocol.records import Claimed, Ended, ErrorInfo, HandedBack, Usage
 from shared.telemetry.metrics import QueueMetrics
 from shared.worker.takeover import Decision, decide
 
@@ -33,10 +23,18 @@ HOLDER_WAIT_S = 1.0
 HOLDER_FRESH_S = 2.5
 """A holder that has not said for this long that it holds the request counts as gone."""
 
-STALLED_S = 10.0
-"""A worker whose engine made no turn for this long stops renewing: its requests move on."""
+CLAIM_PATIENCE_S = 5.0
+HAND_BACK_PATIENCE_S = 1.0
+
+MESSAGES = {
+    "queue_timeout": "no {stage} worker took the request before its queue deadline",
+    "deadline_exceeded": "the request's deadline passed before it was finished",
+    "worker_crashed": "the request was given up: every worker that took it ended without writing a token",
+}
 
 log = structlog.get_logger(__name__)
+
+StopReason = Literal["ended", "drain"]
 
 
 class Unservable(Exception):
@@ -45,9 +43,6 @@ class Unservable(Exception):
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
-
-
-StopReason = Literal["ended", "drain", "deadline"]
 
 
 @dataclass
@@ -77,8 +72,8 @@ class Holding:
 class Holdings:
     """Owner of all holdings of one worker of one stage.
 
-    `progress_unix_s` tells when the engine last made a turn: a hung engine renews nothing and claims nothing.
-    `on_dropped` is told the id of each request that was found ended, so that what it left behind can be freed.
+    `stalled` tells that the engine hangs: such a worker renews nothing and claims nothing. `on_dropped` is told the id
+    of each request that ended elsewhere, so that what it left behind can be freed.
     """
 
     def __init__(
@@ -87,14 +82,15 @@ class Holdings:
         stage: Literal["prefill", "decode"],
         worker: str,
         metrics: QueueMetrics,
-        progress_unix_s: Callable[[], float],
+        *,
+        stalled: Callable[[], bool],
         on_dropped: Callable[[str], Awaitable[None]],
     ) -> None:
         self._bus = bus
         self._stage: Literal["prefill", "decode"] = stage
         self._worker = worker
         self._metrics = metrics
-        self._progress_unix_s = progress_unix_s
+        self._stalled = stalled
         self._on_dropped = on_dropped
         self._held: dict[str, Holding] = {}
         self._freed = asyncio.Event()
@@ -104,54 +100,35 @@ class Holdings:
 
     def ids(self) -> list[str]:
         """For the status: empty when the engine hangs, so that others do not wait for this worker."""
-        return [] if self.stalled else list(self._held)
+        return [] if self._stalled() else list(self._held)
 
-    @property
-    def stalled(self) -> bool:
-        return time.time() - self._progress_unix_s() > STALLED_S
-
-    async def take(self, delivery: Delivery, request: GenerationRequest, assumed: LogState | None) -> Holding | None:
+    async def take(self, delivery: Delivery, request: GenerationRequest, assumed: LogState) -> Holding | None:
         """Claim a delivered request, or settle its delivery when there is nothing to claim.
 
-        `assumed` is how the log stood when the work was published; a first delivery is claimed on it without reading.
+        `assumed` is how the log stood when the work was published. A first delivery is claimed on it without reading;
+        all else is decided by what the log says, since a restarted NATS server counts deliveries from one again.
         Raises BusError when NATS is away: the delivery then comes again by itself.
         """
-        request_log = self._bus.open_log(request.tenant, request.request_id)
         state = assumed if delivery.num_delivered == 1 else None
         while True:
+            on_assumption = state is not None
             if state is None:
                 try:
-                    state = await request_log.state()
+                    state = await self._bus.open_log(request.tenant, request.request_id).state()
                 except RequestUnknown:
                     log.error("request_without_log", request_id=request.request_id)
                     await delivery.ack()
                     return None
             decision = self._decide(state, request)
-            if decision.action != "claim":
-                return await self._settle(delivery, request, state, decision)
-            request_log.last_seq = state.last_seq
-            claim = Claimed(
-                epoch=state.epoch + 1, stage=self._stage, worker=self._worker, at_unix_s=round(time.time(), 6)
-            )
+            if on_assumption and decision.action != "claim":
+                state = None
+                continue
             try:
-                await request_log.append(claim)
+                if decision.action == "claim":
+                    return await self._claim(delivery, request, state)
+                return await self._settle(delivery, request, state, decision)
             except AppendRefused:
                 state = None  # somebody wrote since: look again
-                continue
-            break
-        self._metrics.claims.inc()
-        if delivery.num_delivered > 1:
-            self._metrics.redeliveries.inc()
-        holding = Holding(request, delivery, request_log, state, claim.epoch, claim.at_unix_s)
-        self._held[request.request_id] = holding
-        log.info(
-            "request_claimed",
-            request_id=request.request_id,
-            epoch=claim.epoch,
-            delivery=delivery.num_delivered,
-            resumed_tokens=len(state.output_ids),
-        )
-        return holding
 
     def _decide(self, state: LogState, request: GenerationRequest) -> Decision:
         holder = state.holder
@@ -167,10 +144,31 @@ class Holdings:
             deadline_unix_s=request.deadline_unix_s,
         )
 
+    async def _claim(self, delivery: Delivery, request: GenerationRequest, state: LogState) -> Holding:
+        """Raises AppendRefused when the log has grown since."""
+        request_log = self._bus.open_log(request.tenant, request.request_id, state.last_seq)
+        claim = Claimed(epoch=state.epoch + 1, stage=self._stage, worker=self._worker, at_unix_s=round(time.time(), 6))
+        await request_log.append(claim, patience_s=CLAIM_PATIENCE_S)
+        self._metrics.claims.inc()
+        if delivery.num_delivered > 1:
+            self._metrics.redeliveries.inc()
+        log.info(
+            "request_claimed",
+            request_id=request.request_id,
+            epoch=claim.epoch,
+            delivery=delivery.num_delivered,
+            resumed_tokens=len(state.output_ids),
+        )
+        return self._hold(Holding(request, delivery, request_log, state, claim.epoch, claim.at_unix_s))
+
+    def _hold(self, holding: Holding) -> Holding:
+        self._held[holding.request_id] = holding
+        return holding
+
     async def _settle(
         self, delivery: Delivery, request: GenerationRequest, state: LogState, decision: Decision
     ) -> Holding | None:
-        """All outcomes of a delivery but a claim. Only `hand_on` leaves something to do."""
+        """All outcomes of a delivery but a claim; only `hand_on` leaves something to do. Raises AppendRefused."""
         match decision.action:
             case "drop_ended":
                 await delivery.ack()
@@ -183,79 +181,91 @@ class Holdings:
             case "wait_for_holder":
                 await delivery.give_back(HOLDER_WAIT_S)
             case "too_late" | "give_up":
-                await self._end(request, decision)
+                await self._end_at(state, request, decision)
                 await delivery.ack()
                 await self._on_dropped(request.request_id)
             case "hand_on":
                 request_log = self._bus.open_log(request.tenant, request.request_id, state.last_seq)
-                holding = Holding(request, delivery, request_log, state, state.epoch, time.time())
-                self._held[request.request_id] = holding
-                return holding
+                return self._hold(Holding(request, delivery, request_log, state, state.epoch, time.time()))
             case "claim":
                 raise AssertionError("claims are not settled here")
         return None
 
-    async def _end(self, request: GenerationRequest, decision: Decision) -> None:
-        messages = {
-            "queue_timeout": f"no {self._stage} worker took the request before its queue deadline",
-            "deadline_exceeded": "the request's deadline passed before it was finished",
-            "worker_crashed": "the request was given up: every worker that took it ended without writing a token",
-        }
-        ended = Ended(
-            epoch=0,
-            reason="error",
-            usage=Usage(prompt_tokens=len(request.prompt_ids), completion_tokens=0),
-            error=ErrorInfo(message=messages[decision.reason], code=decision.reason),
-            by=self._worker,
-        )
-        if await self._bus.end_request(request.tenant, request.request_id, ended):
-            log.warning("request_ended", request_id=request.request_id, code=decision.reason)
+    async def _end_at(self, state: LogState, request: GenerationRequest, decision: Decision) -> None:
+        """End a request that nobody works on, if its log still stands at `state`. Raises AppendRefused."""
+        ended = self._ended_with_error(request, state.epoch, len(state.output_ids), decision.reason)
+        await self._bus.open_log(request.tenant, request.request_id, state.last_seq).append(ended)
+        await self._bus.broadcast_cancel(request.request_id)
+        log.warning("request_ended", request_id=request.request_id, code=decision.reason)
         if decision.action == "give_up":
             await self._bus.bury(self._stage, request, decision.reason)
+
+    def _ended_with_error(self, request: GenerationRequest, epoch: int, output_tokens: int, code: str) -> Ended:
+        return Ended(
+            epoch=epoch,
+            reason="error",
+            usage=Usage(len(request.prompt_ids), output_tokens),
+            error=ErrorInfo(message=MESSAGES[code].format(stage=self._stage), code=code),
+            by=self._worker,
+        )
 
     async def serve(self, holding: Holding, work: Callable[[Holding], Awaitable[None]]) -> None:
         """Run `work` and settle the delivery by how it ends.
 
-        Returned: ack. Refused append: somebody else holds it, touch nothing. Stopped: ack (ended elsewhere) or give
-        back (drain). Any other failure: give back with a delay; claims without progress bound the repeats.
+        Returned: ack. Refused append: somebody else holds it, touch nothing. Stopped because it ended elsewhere: drop.
+        Stopped by a drain: `hand_all_back` has settled it. Any other failure: give back with a delay; claims without
+        progress bound the repeats. Raises BusError when NATS is away at the end; redelivery settles it then.
         """
-        holding.task = asyncio.current_task()
         try:
-            async with asyncio.timeout(max(holding.request.deadline_unix_s - time.time(), 0.0)) as deadline:
-                await work(holding)
-            await holding.delivery.ack()
-        except Unservable as error:
-            await self._append_error(holding, error.code, str(error))
-            await holding.delivery.ack()
+            await self._run(holding, work)
         except AppendRefused as error:
             self._metrics.lost.inc()
             log.warning("request_lost", request_id=holding.request_id, epoch=holding.epoch, reason=str(error))
+            if await self._has_ended(holding):
+                await holding.delivery.drop()
+                await self._on_dropped(holding.request_id)
         except asyncio.CancelledError:
+            if holding.stop_reason is None:
+                raise
             if holding.stop_reason == "ended":
                 await holding.delivery.drop()
-            elif holding.stop_reason == "drain":
-                await holding.delivery.give_back()
-            else:
-                raise
+                await self._on_dropped(holding.request_id)
+        finally:
+            if self._held.get(holding.request_id) is holding:
+                del self._held[holding.request_id]
+            self._freed.set()
+
+    async def _run(self, holding: Holding, work: Callable[[Holding], Awaitable[None]]) -> None:
+        request = holding.request
+        try:
+            async with asyncio.timeout(max(request.deadline_unix_s - time.time(), 0.0)) as deadline:
+                await work(holding)
+            await holding.delivery.ack()
+        except AppendRefused:
+            raise
+        except Unservable as error:
+            usage = Usage(len(request.prompt_ids), len(holding.state.output_ids))
+            info = ErrorInfo(message=str(error), type="invalid_request_error", code=error.code)
+            await holding.log.append(Ended(epoch=holding.epoch, reason="error", usage=usage, error=info))
+            await holding.delivery.ack()
+            await self._on_dropped(holding.request_id)
         except Exception as error:
             if isinstance(error, TimeoutError) and deadline.expired():
-                await self._end(holding.request, Decision("too_late", "deadline_exceeded"))
+                ended = self._ended_with_error(request, holding.epoch, 0, "deadline_exceeded")
+                await self._bus.end_request(request.tenant, holding.request_id, ended)
                 await holding.delivery.ack()
+                await self._on_dropped(holding.request_id)
             else:
                 log.exception("request_failed_here", request_id=holding.request_id, epoch=holding.epoch)
                 await holding.delivery.give_back(HOLDER_WAIT_S)
-        finally:
-            self._held.pop(holding.request_id, None)
-            self._freed.set()
 
-    async def _append_error(self, holding: Holding, code: str, message: str) -> None:
-        """End the request as its holder. Who was first, if not this worker, has ended or taken it."""
-        usage = Usage(len(holding.request.prompt_ids), len(holding.state.output_ids))
-        error = ErrorInfo(message=message, type="invalid_request_error", code=code)
+    async def _has_ended(self, holding: Holding) -> bool:
         try:
-            await holding.log.append(Ended(epoch=holding.epoch, reason="error", usage=usage, error=error))
-        except AppendRefused as refused:
-            log.warning("request_lost", request_id=holding.request_id, epoch=holding.epoch, reason=str(refused))
+            last = await self._bus.open_log(holding.request.tenant, holding.request_id).last()
+        except BusError as error:
+            log.warning("log_unchecked", request_id=holding.request_id, error=str(error))
+            return False
+        return isinstance(last.record, Ended)
 
     async def wait_freed(self, timeout_s: float) -> None:
         """Until a holding ends, at most `timeout_s`."""
@@ -268,33 +278,41 @@ class Holdings:
         """Renew each delivery while the engine makes progress. Run as a task of the worker."""
         while True:
             await asyncio.sleep(RENEW_S)
-            if self.stalled:
-                if self._held:
-                    log.error("engine_stalled", held=len(self._held))
+            if self._stalled():
                 continue
             for holding in list(self._held.values()):
-                try:
-                    await holding.delivery.renew()
-                except nats.errors.Error as error:
-                    log.warning("renewal_not_sent", request_id=holding.request_id, error=str(error))
+                await holding.delivery.renew()
 
     async def on_cancel(self, request_id: str) -> None:
-        """A hint says that the request has ended; the log decides."""
+        """A hint says that the request has ended; for a holding the log decides, for others it frees leftovers."""
         holding = self._held.get(request_id)
         if holding is None:
-            return
-        try:
-            last = await self._bus.open_log(holding.request.tenant, request_id).last()
-        except BusError as error:
-            log.warning("cancel_hint_unchecked", request_id=request_id, error=str(error))
-            return
-        if isinstance(last.record, Ended):
+            await self._on_dropped(request_id)
+        elif await self._has_ended(holding):
             holding.stop("ended")
 
-    async def give_all_back(self, within_s: float) -> None:
-        """Drain: interrupt all work and hand it to other workers at once."""
-        tasks = [h.task for h in self._held.values() if h.task is not None]
-        for holding in list(self._held.values()):
-            holding.stop("drain")
-        if tasks:
-            await asyncio.wait(tasks, timeout=within_s)
+    async def hand_all_back(self) -> list[asyncio.Task[None]]:
+        """Drain: hand all work to other workers at once, then interrupt it; the tasks that still clean up.
+
+        The messages go back before the clean-up, which may take a while: appends that are still under way are refused
+        or come before the next claim, as for any holder that is overtaken.
+        """
+        holdings = list(self._held.values())
+        self._held.clear()
+        await self._bus.announce_now()  # so that nobody waits for this worker as a living holder
+        await asyncio.gather(*(self._hand_back(holding) for holding in holdings))
+        return [holding.task for holding in holdings if holding.task is not None]
+
+    async def _hand_back(self, holding: Holding) -> None:
+        request_log = self._bus.open_log(holding.request.tenant, holding.request_id)
+        try:
+            last = await request_log.last()
+            if not isinstance(last.record, Ended):
+                request_log.last_seq = last.seq
+                await request_log.append(
+                    HandedBack(holding.epoch, self._stage, self._worker), patience_s=HAND_BACK_PATIENCE_S
+                )
+        except BusError as error:  # the claim then counts as one that made no progress
+            log.warning("hand_back_unrecorded", request_id=holding.request_id, error=str(error))
+        await holding.delivery.give_back()
+        holding.stop("drain")

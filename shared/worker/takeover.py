@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shared.bus import LogState
-from shared.protocol.records import Claimed
 
 MAX_CLAIMS_WITHOUT_PROGRESS = 5
 """A request that took this many holders with it, none of which wrote a token, is given up."""
@@ -40,8 +39,8 @@ def decide(  # noqa: PLR0911 - a decision table reads best as one return per row
     if state.ended is not None:
         return Decision("drop_ended")
     holder = state.holder
-    if held_here and holder is not None and holder.worker == worker:
-        return Decision("renew")
+    if held_here:  # if the log names another holder, this worker is still cleaning up after losing the request
+        return Decision("renew" if holder is not None and holder.worker == worker else "wait_for_holder")
     if stage == "prefill" and holder is not None and holder.stage == "decode":
         return Decision("drop_handed_on")
     if holder is not None and holder.stage == stage and holder.worker != worker and holder_alive:
@@ -58,6 +57,5 @@ def decide(  # noqa: PLR0911 - a decision table reads best as one return per row
 
 
 def claims_without_progress(state: LogState, stage: Literal["prefill", "decode"]) -> int:
-    """Claims of this stage since the last token. The log keeps their order, and `LogState` the count."""
-    recent: list[Claimed] = state.claims[len(state.claims) - state.claims_since_tokens :]
-    return sum(1 for claim in recent if claim.stage == stage)
+    """Claims of this stage since the last token whose holders did not hand the request back."""
+    return sum(1 for claim in state.unproductive if claim.stage == stage)

@@ -14,6 +14,7 @@ import pytest
 
 from shared.bus import Bus, LogState
 from shared.protocol.records import Claimed, Ended
+from shared.protocol.subjects import encode_token
 from tests.conftest import free_port
 from tests.e2e.conftest import MODEL, Stack
 
@@ -268,6 +269,27 @@ def test_a_stage_that_is_down_is_waited_for_and_named(stack: Stack) -> None:
     finally:
         stack.headrace("scale", "decode=1")
         stack.wait_ready()
+
+
+def test_messages_that_nobody_can_read_end_no_worker(stack: Stack, client: openai.OpenAI) -> None:
+    before = [entry["pid"] for stage in ("prefill", "decode") for entry in stack.instances(stage)]
+
+    async def poison() -> int:
+        async with await Bus.connect(stack.nats_url, name="test") as bus:
+            for stream in ("req", "job"):
+                await bus.js.publish(f"hr.{stream}.{encode_token(MODEL)}.high.t.{time.time_ns()}", b"\xc1nonsense")
+            give_up = time.monotonic() + 20
+            while time.monotonic() < give_up:
+                info = await bus.js.stream_info("HR_DEAD")
+                if info.state.messages >= 2:
+                    return info.state.messages
+                await asyncio.sleep(0.1)
+        return 0
+
+    assert asyncio.run(poison()) == 2
+    answer = client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=4)
+    assert answer.choices[0].finish_reason == "length"
+    assert [entry["pid"] for stage in ("prefill", "decode") for entry in stack.instances(stage)] == before
 
 
 def test_nats_clients_need_nothing_of_ours(stack: Stack) -> None:

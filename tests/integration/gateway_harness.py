@@ -244,7 +244,7 @@ class Worker:
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     """Wait for what other processes do, with patience."""
     async with asyncio.timeout(PATIENCE_S):
-        while not await condition():  # noqa: ASYNC110 - nothing here could set an event
+        while not await condition():
             await asyncio.sleep(0.05)
 
 

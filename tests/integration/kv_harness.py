@@ -98,5 +98,5 @@ class RedisProcess:
 async def eventually(check: Callable[[], Awaitable[bool]], within_s: float = 15.0) -> None:
     """Wait until the check holds; raises TimeoutError."""
     async with asyncio.timeout(within_s):
-        while not await check():  # noqa: ASYNC110 - the other process gives no event
+        while not await check():
             await asyncio.sleep(0.05)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from shared.engine import Engine, EngineConfig, Sequence, SequenceStep
+from shared.engine.batch import SequenceRows
+from shared.engine.runner import ModelRunner
 from shared.protocol.jobs import SamplingParams
 
 CONFIGS = {
@@ -123,3 +128,85 @@ def texts(steps: list[SequenceStep]) -> dict[str, str]:
     for step in steps:
         found[step.seq_id] = found.get(step.seq_id, "") + step.text
     return found
+
+
+def load_runner(
+    path: Path, dtype: str, *, block_tokens: int = 16, threads: int = 1, kv_memory_bytes: int = 8 << 20
+) -> ModelRunner:
+    return ModelRunner.load(
+        EngineConfig(
+            model_path=path,
+            model_name="m",
+            fingerprint="f",
+            kv_memory_bytes=kv_memory_bytes,
+            dtype=dtype,  # type: ignore[arg-type]
+            block_tokens=block_tokens,
+            threads=threads,
+        )
+    )
+
+
+def kv_of(model: ModelRunner, block_ids: list[int], tokens: int) -> NDArray[np.float32]:
+    """[tokens, 2, layers, kv_heads, head_dim], whatever the blocks."""
+    blocks = model.cache.data[torch.tensor(block_ids)].permute(0, 3, 1, 2, 4, 5)
+    return blocks.reshape(-1, *blocks.shape[2:])[:tokens].numpy()
+
+
+class Mixer:
+    """Feeds several texts to one runner, first each whole and alone, then in a random mix; compares every bit."""
+
+    def __init__(self, model: ModelRunner, seed: int, lengths: list[int]) -> None:
+        self.rng = random.Random(seed)
+        self.model = model
+        self.block_tokens = model.layout.block_tokens
+        self.texts = [[self.rng.randrange(model.model.vocab_size) for _ in range(n)] for n in lengths]
+        self.expected = []
+        for text in self.texts:
+            blocks = list(range(self._blocks(text)))
+            logits = model.forward([SequenceRows(text, 0, blocks, len(text))]).copy()
+            self.expected.append((logits, kv_of(model, blocks, len(text)).copy()))
+
+    def _blocks(self, text: list[int]) -> int:
+        return -(-len(text) // self.block_tokens)
+
+    def run(self) -> int:
+        """Returns how many rows of logits were compared."""
+        rng, model = self.rng, self.model
+        ids = list(range(model.cache.num_blocks))
+        rng.shuffle(ids)
+        blocks = [[ids.pop() for _ in range(self._blocks(text))] for text in self.texts]
+        model.cache.data.fill_(123.0)  # what stands in unwritten rows must not matter
+        done = [0] * len(self.texts)
+        compared = 0
+        while any(n < len(t) for n, t in zip(done, self.texts, strict=True)):
+            rows: list[SequenceRows] = []
+            parts: list[tuple[int, int]] = []
+            room = 256
+            for i in rng.sample(range(len(self.texts)), len(self.texts)):
+                left = len(self.texts[i]) - done[i]
+                count = min(left, room, rng.choice([1, 1, 1, 2, 5, 8, 9, 17, 63, 64, 65, rng.randint(1, 256)]))
+                if count < 1 or rng.random() < 0.3:
+                    continue
+                fed = self.texts[i][done[i] : done[i] + count]
+                wrong = [rng.randrange(model.model.vocab_size) for _ in range(rng.choice([0, 0, 1, 4]))]
+                wrong = wrong[: max(0, min(left, room) - count)]  # drafts that will be rejected and overwritten
+                room -= count + len(wrong)
+                wanted = rng.choice([0, 1, min(count, 4), count, count]) + len(wrong)
+                rows.append(SequenceRows(fed + wrong, done[i], blocks[i], wanted))
+                parts.append((i, len(wrong)))
+                done[i] += count
+            if not rows:
+                continue
+            logits = model.forward(rows)
+            at = 0
+            for row, (i, wrong_count) in zip(rows, parts, strict=True):
+                found = logits[at : at + row.num_logits][: max(row.num_logits - wrong_count, 0)]
+                at += row.num_logits
+                last = row.start + len(row.token_ids) - wrong_count
+                expected = self.expected[i][0][last - len(found) : last]
+                np.testing.assert_array_equal(found.view(np.int32), expected.view(np.int32))
+                compared += len(found)
+        for i, text in enumerate(self.texts):
+            found_kv = kv_of(model, blocks[i], len(text))
+            np.testing.assert_array_equal(found_kv.view(np.int32), self.expected[i][1].view(np.int32))
+        return compared

@@ -33,6 +33,12 @@ def ids_of(text: str) -> list[int]:
     return BYTE_LEVEL.encode(text).ids
 
 
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    found = tokenizer.token_to_id(token)
+    assert found is not None
+    return found
+
+
 def run(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
     """What each token made visible, then what the end did; stops where a stop string was completed."""
     deltas = []
@@ -128,7 +134,7 @@ def test_what_may_become_a_stop_string_is_held_back_until_it_cannot(parts: list[
 @given(st.lists(st.integers(1, TOKENIZERS["byte-fallback"].get_vocab_size() - 1), max_size=20))
 def test_byte_fallback_replays_exactly_and_shows_no_unfinished_character(ids: list[int]) -> None:
     tokenizer = TOKENIZERS["byte-fallback"]
-    tail = [tokenizer.token_to_id("\u2581a")]
+    tail = [id_of(tokenizer, "\u2581a")]
     whole = run(Detokenizer(tokenizer, [], tail), ids)
     assert not any(delta.endswith("\ufffd") for delta in whole[:-1])
     successor = Detokenizer(tokenizer, [], tail)
@@ -139,13 +145,13 @@ def test_byte_fallback_replays_exactly_and_shows_no_unfinished_character(ids: li
 
 def test_byte_fallback_spells_a_character_once_it_is_complete_and_keeps_blanks() -> None:
     tokenizer = TOKENIZERS["byte-fallback"]
-    ids = [tokenizer.token_to_id(t) for t in ["\u2581a", "<0xE2>", "<0x82>", "<0xAC>", "\u2581", "b"]]
-    deltas = run(Detokenizer(tokenizer, [], [tokenizer.token_to_id("b")]), ids)
+    ids = [id_of(tokenizer, t) for t in ["\u2581a", "<0xE2>", "<0x82>", "<0xAC>", "\u2581", "b"]]
+    deltas = run(Detokenizer(tokenizer, [], [id_of(tokenizer, "b")]), ids)
     assert deltas == [" a", "", "", "\u20ac", " ", "b", ""]
 
 
 def test_special_tokens_add_no_text() -> None:
-    end = BYTE_LEVEL.token_to_id(EOS)
+    end = id_of(BYTE_LEVEL, EOS)
     assert run(Detokenizer(BYTE_LEVEL, [], []), [end, *ids_of("he"), end, *ids_of("y"), end]) == [
         "",
         "he",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -122,6 +124,10 @@ def _fields(p: SamplingParams) -> dict[str, float]:
     return {"temperature": p.temperature, "top_p": p.top_p, "top_k": p.top_k, "min_p": p.min_p}
 
 
+def choice_behind(p: SamplingParams, position: int, count: int) -> int:
+    return choose_token(LOGITS, p, position + count)
+
+
 def test_a_coupled_drafter_leaves_the_frequencies_alone_and_is_mostly_right() -> None:
     p = params(temperature=1.0)
     draft_logits = LOGITS + (np.random.default_rng(6).standard_normal(40) * 0.4).astype(np.float32)
@@ -131,7 +137,7 @@ def test_a_coupled_drafter_leaves_the_frequencies_alone_and_is_mostly_right() ->
     accepted = 0
     for position in range(DRAWS):
         draft = choose_token(draft_logits, p, position)
-        chosen, right = verify([draft], lambda i, at=position: choose_token(LOGITS, p, at + i))
+        chosen, right = verify([draft], partial(choice_behind, p, position))
         counts[chosen[0]] += 1
         accepted += right
     statistic, limit = chi_square(counts, probabilities)

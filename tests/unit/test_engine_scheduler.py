@@ -113,7 +113,7 @@ def test_every_sequence_ends_within_bounds_and_no_block_is_lost(
             world.add(arrivals.pop(0)[0])
         arrivals = [(s, delay - 1) for s, delay in arrivals]
         oldest = min(world.sequences, key=lambda s: s.arrival, default=None)
-        progress = (len(oldest.token_ids), oldest.num_computed) if oldest else None
+        progress = (len(oldest.token_ids), oldest.num_computed) if oldest else (0, 0)
         work = world.step()
         if oldest is not None:
             assert work, "the oldest sequence fits alone, so something can always run"

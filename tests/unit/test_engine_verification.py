@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,12 +17,15 @@ def target(context: list[int]) -> int:
     return sum((i + 1) * t for i, t in enumerate(context)) % 4
 
 
+def choice_after(context: list[int], drafts: list[int], count: int) -> int:
+    return target([*context, *drafts[:count]])
+
+
 @given(st.lists(tokens, min_size=1, max_size=6), st.lists(st.lists(tokens, max_size=5), min_size=1, max_size=8))
 def test_verified_decoding_gives_the_tokens_of_undrafted_decoding(prompt: list[int], drafts: list[list[int]]) -> None:
     drafted = list(prompt)
     for run in drafts:
-        context = list(drafted)
-        chosen, accepted = verify(run, lambda i, context=context, run=run: target([*context, *run[:i]]))
+        chosen, accepted = verify(run, partial(choice_after, list(drafted), run))
         assert len(chosen) == accepted + 1
         assert chosen[:accepted] == run[:accepted]
         drafted += chosen
@@ -32,10 +37,10 @@ def test_verified_decoding_gives_the_tokens_of_undrafted_decoding(prompt: list[i
 
 @given(st.lists(tokens, min_size=1, max_size=5))
 def test_right_drafts_are_all_accepted_and_one_more_token_comes_with_them(prompt: list[int]) -> None:
-    run = []
+    run: list[int] = []
     for _ in range(4):
         run.append(target([*prompt, *run]))
-    chosen, accepted = verify(run, lambda i: target([*prompt, *run[:i]]))
+    chosen, accepted = verify(run, partial(choice_after, prompt, run))
     assert accepted == 4
     assert chosen == [*run, target([*prompt, *run])]
 

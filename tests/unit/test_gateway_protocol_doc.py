@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from services.gateway.errors import ApiError, from_info
-from shared.protocol.records import Accepted, Claimed, Ended, ErrorInfo, Tokens, Usage
+from shared.protocol.records import Accepted, Claimed, Ended, ErrorInfo, HandedBack, Tokens, Usage
 from shared.protocol.status import InstanceStatus
 from shared.protocol.streams import STREAMS
 from shared.protocol.subjects import (
@@ -24,7 +24,16 @@ from shared.protocol.subjects import (
 )
 
 DOCUMENT = (Path(__file__).resolve().parents[2] / "docs" / "protocol.md").read_text()
-STRUCTS: tuple[type[msgspec.Struct], ...] = (Accepted, Claimed, Tokens, Ended, Usage, ErrorInfo, InstanceStatus)
+STRUCTS: tuple[type[msgspec.Struct], ...] = (
+    Accepted,
+    Claimed,
+    HandedBack,
+    Tokens,
+    Ended,
+    Usage,
+    ErrorInfo,
+    InstanceStatus,
+)
 
 
 def table(struct: type[msgspec.Struct]) -> str:

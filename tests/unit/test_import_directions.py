@@ -76,7 +76,9 @@ def test_the_load_generator_sees_only_the_protocol_and_what_it_measures() -> Non
         assert {m for m in ours(imports_of(path)) if not m.startswith("loadgen")} <= allowed, path
 
 
-@pytest.mark.parametrize("module", ["services.gateway.main", "services.kvstore.main", "services.draft.main", "shared.models"])
+@pytest.mark.parametrize(
+    "module", ["services.gateway.main", "services.kvstore.main", "services.draft.main", "shared.models"]
+)
 def test_services_without_a_model_import_no_torch(module: str) -> None:
     check = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], cwd=ROOT, timeout=60, check=False).returncode == 0

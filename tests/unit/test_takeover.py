@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.bus import LogEntry, LogState
-from shared.protocol.records import Accepted, Claimed, Ended, Record, Tokens, Usage
+from shared.protocol.records import Accepted, Claimed, Ended, HandedBack, Record, Tokens, Usage
 from shared.worker.takeover import MAX_CLAIMS_WITHOUT_PROGRESS, Decision, decide
 
 ACCEPTED = Accepted(
@@ -94,6 +94,18 @@ def test_a_request_that_ends_its_holders_is_given_up_and_progress_resets_the_cou
     assert decision(*begun, *deaths[:-1]).action == "claim"
     assert decision(*begun, *deaths).action == "give_up"
     assert decision(*begun, *deaths, tokens(1)).action == "claim"
+
+
+def test_a_hand_back_is_no_crash() -> None:
+    begun = (claim("prefill", "p"), tokens(0))
+    restarts: list[Record] = []
+    for n in range(2 * MAX_CLAIMS_WITHOUT_PROGRESS):
+        restarts += [claim("decode", f"w{n}", n + 2), HandedBack(epoch=n + 2, stage="decode", worker=f"w{n}")]
+    assert decision(*begun, *restarts).action == "claim"
+
+
+def test_a_worker_that_still_cleans_up_a_lost_request_does_not_claim_it_again() -> None:
+    assert decision(claim("decode", "me"), claim("decode", "other", 2), held=True).action == "wait_for_holder"
 
 
 records = st.lists(

@@ -1,0 +1,211 @@
+"""Pull, claim, serve, settle, drain: what prefill and decode workers do alike."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import structlog
+
+from shared.bus import Bus, BusError, Delivery, LogState, WorkQueue
+from shared.protocol.jobs import GenerationRequest
+from shared.protocol.subjects import Stage
+from shared.telemetry import attributes as attr
+from shared.telemetry import extract_context, record_span, tracer
+from shared.telemetry.metrics import QueueMetrics
+from shared.worker.engine_host import EngineHost
+from shared.worker.holdings import Holding, Holdings
+
+PULL_WAIT_S = 0.5
+RETRY_S = 0.25
+UNREADABLE_DELAY_S = 5.0
+STALL_CHECK_S = 1.0
+STALLED_EXIT_AFTER = 3
+"""A worker whose engine made no turn for this many times `stall_s` ends itself, to be started again."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A delivery, read: the request, how its log stood when it was published, and what to do once it is claimed."""
+
+    request: GenerationRequest
+    assumed: LogState
+    serve: Callable[[Holding], Awaitable[None]]
+
+
+class OtherLayout(Exception):
+    """The work was made by workers of other numerics; serving it could change the output."""
+
+
+class StageWorker(ABC):
+    """Owner of one process's side of a stage: its holdings and their tasks.
+
+    State of a request lives in its log and its holding; a killed worker leaves nothing behind that another needs.
+    """
+
+    def __init__(
+        self,
+        stage: Literal["prefill", "decode"],
+        bus: Bus,
+        host: EngineHost,
+        worker: str,
+        metrics: QueueMetrics,
+        *,
+        slots: int,
+        stall_s: float,
+        drain_s: float,
+        on_dropped: Callable[[str], Awaitable[None]],
+    ) -> None:
+        self._stage: Stage = stage
+        self._bus = bus
+        self._host = host
+        self._queue_metrics = metrics
+        self._slots = slots
+        self._stall_s = stall_s
+        self._drain_s = drain_s
+        self.holdings = Holdings(bus, stage, worker, metrics, stalled=self.stalled, on_dropped=on_dropped)
+        self.last_error = ""
+
+    @abstractmethod
+    def _queue(self) -> WorkQueue:
+        """Where this stage pulls."""
+
+    @abstractmethod
+    def _read(self, delivery: Delivery) -> Work:
+        """Raises msgspec.DecodeError, or OtherLayout."""
+
+    async def _may_pull(self) -> bool:
+        """Whether there is room behind this stage. Raises BusError."""
+        return True
+
+    def _background(self) -> list[Coroutine[Any, Any, None]]:
+        """What runs beside pulling, until the drain."""
+        return []
+
+    def stalled(self) -> bool:
+        return time.time() - self._host.progress_unix_s > self._stall_s
+
+    async def run(self, stop: asyncio.Event, draining: Callable[[], None]) -> None:
+        """Serve until `stop`; then call `draining` and hand running work back, in `drain_s` at most."""
+        queue = self._queue()
+        await queue.open()
+        await self._bus.on_cancel(self.holdings.on_cancel)
+        async with asyncio.TaskGroup() as tasks:
+            background = [
+                tasks.create_task(work)
+                for work in (self.holdings.renew_forever(), self._exit_when_hung(), *self._background())
+            ]
+            while not stop.is_set():
+                await self._pull(queue, tasks)
+            draining()
+            cleaning = await self.holdings.hand_all_back()
+            await queue.close()
+            for task in background:
+                task.cancel()
+            if cleaning:
+                _, late = await asyncio.wait(cleaning, timeout=self._drain_s)
+                if late:
+                    _exit_now("drain_took_too_long", late=len(late))
+
+    async def _pull(self, queue: WorkQueue, tasks: asyncio.TaskGroup) -> None:
+        """One round: wait for a free slot, or for work."""
+        free = self._slots - len(self.holdings)
+        try:
+            if free <= 0 or self.stalled() or not await self._may_pull():
+                await self.holdings.wait_freed(RETRY_S)
+                return
+            deliveries = await queue.pull(free, PULL_WAIT_S)
+        except BusError as error:
+            self._note("pull_failed", error)
+            await asyncio.sleep(RETRY_S)
+            return
+        for delivery in deliveries:
+            await self._take(delivery, tasks)
+
+    async def _take(self, delivery: Delivery, tasks: asyncio.TaskGroup) -> None:
+        """Claim one delivery and serve it in a task of its own. Nothing that a message holds can end the worker."""
+        try:
+            work = self._read(delivery)
+        except OtherLayout as error:
+            self._note("layout_refused", error)
+            await delivery.give_back(RETRY_S)
+            return
+        except msgspec.DecodeError as error:
+            self._note("work_unreadable", error)
+            await self._bus.bury_raw(f"hr.dead.{self._stage}.unreadable", delivery.data, "unreadable")
+            await delivery.discard()
+            return
+        try:
+            holding = await self.holdings.take(delivery, work.request, work.assumed)
+        except BusError as error:
+            self._note("take_failed", error)
+            return
+        except (msgspec.DecodeError, ValueError) as error:
+            self._note("log_unreadable", error)
+            await delivery.give_back(UNREADABLE_DELAY_S)
+            return
+        if holding is not None:
+            holding.task = tasks.create_task(self._serve(holding, work), name=holding.request_id)
+
+    async def _serve(self, holding: Holding, work: Work) -> None:
+        """Serve under a span that continues the request's trace."""
+        request, delivery = holding.request, holding.delivery
+        context = extract_context(delivery.headers)
+        now = time.time()
+        if delivery.num_delivered == 1:  # later waits include the earlier holder's work
+            self._queue_metrics.queue_time.observe(max(now - delivery.published_unix_s, 0.0))
+        record_span(
+            f"queue.{self._stage}",
+            delivery.published_unix_s,
+            now,
+            context=context,
+            attributes={attr.REQUEST_ID: request.request_id, attr.DELIVERY: delivery.num_delivered},
+        )
+        with tracer().start_as_current_span(
+            self._stage,
+            context=context,
+            attributes={
+                attr.REQUEST_ID: request.request_id,
+                attr.EPOCH: holding.epoch,
+                attr.GEN_AI_REQUEST_MODEL: request.model,
+                attr.GEN_AI_USAGE_INPUT_TOKENS: len(request.prompt_ids),
+                attr.RESUMED_TOKENS: len(holding.state.output_ids),
+            },
+        ):
+            try:
+                await self.holdings.serve(holding, work.serve)
+            except BusError as error:
+                self._note("request_left_to_redelivery", error)
+            except Exception as error:
+                self._note("request_not_settled", error)
+                log.exception("request_not_settled", request_id=request.request_id)
+
+    async def _exit_when_hung(self) -> None:
+        """A hung engine cannot be interrupted from inside its process."""
+        told = False
+        while True:
+            await asyncio.sleep(STALL_CHECK_S)
+            silent_s = time.time() - self._host.progress_unix_s
+            if silent_s > STALLED_EXIT_AFTER * self._stall_s:
+                _exit_now("engine_hangs", silent_s=round(silent_s))
+            if self.stalled() and not told:
+                self._note("engine_stalled", RuntimeError(f"no step for {silent_s:.0f} s"))
+            told = self.stalled()
+
+    def _note(self, event: str, error: Exception) -> None:
+        self.last_error = str(error)
+        log.warning(event, stage=self._stage, error=str(error))
+
+
+def _exit_now(event: str, **details: object) -> None:
+    """End the process without clean-up, which would wait for what hangs; the requests' logs hold all that matters."""
+    log.error(event, **details)
+    os._exit(1)
