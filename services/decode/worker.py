@@ -52,6 +52,9 @@ class DecodeWorker(StageWorker):
     def _queue(self) -> WorkQueue:
         return self._bus.job_queue(self._host.model.name)
 
+    async def _prepare(self) -> None:
+        await self.drafts.open()
+
     def _background(self) -> list[Coroutine[Any, Any, None]]:
         return [self._renew_leases()]
 

@@ -86,6 +86,9 @@ class StageWorker(ABC):
         """Whether there is room behind this stage. Raises BusError."""
         return True
 
+    async def _prepare(self) -> None:  # noqa: B027 - most stages have nothing to prepare
+        """Before the first pull."""
+
     def _background(self) -> list[Coroutine[Any, Any, None]]:
         """What runs beside pulling, until the drain."""
         return []
@@ -97,6 +100,7 @@ class StageWorker(ABC):
         """Serve until `stop`; then call `draining` and hand running work back, in `drain_s` at most."""
         queue = self._queue()
         await queue.open()
+        await self._prepare()
         await self._bus.on_cancel(self.holdings.on_cancel)
         async with asyncio.TaskGroup() as tasks:
             background = [
