@@ -10,7 +10,7 @@ export OPENBLAS_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test lint bench bench-kv wheels compose-test clean
+.PHONY: help install up down test lint bench bench-engine bench-kv wheels compose-test clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -54,6 +54,10 @@ bench: $(INSTALLED) ## Two minutes of load on the local stack (started for it un
 	$(BIN)/python -m loadgen bench --url $$url --json bench-results/bench.json || status=$$?; \
 	test -z "$$started" || $(BIN)/headrace down; \
 	exit $$status
+
+bench-engine: $(INSTALLED) ## The engine alone at concurrency 1, 4, 8: what the pipeline is compared with
+	@mkdir -p bench-results
+	$(BIN)/python -m loadgen.engine_bench --json bench-results/bench-engine.json
 
 bench-kv: $(INSTALLED) ## Speed of the KV plane beside a plain memory copy
 	@mkdir -p bench-results

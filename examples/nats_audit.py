@@ -48,6 +48,8 @@ class Audit:
                 details = f"model={record['model']} prompt_tokens={record['prompt_tokens']} seed={record['seed']}"
             case "claim":
                 details = f"stage={record['stage']} worker={record['worker']} epoch={record['epoch']}"
+            case "hand_back":
+                details = f"stage={record['stage']} worker={record['worker']} epoch={record['epoch']}"
             case "tokens":
                 state.tokens += len(record["ids"])
                 return
@@ -57,7 +59,7 @@ class Audit:
                 del self.running[request]
             case other:
                 details = f"unknown record {other!r}"
-        print(f"{seq:>8} {tenant} {request} {record['type']:<8} {details}", flush=True)
+        print(f"{seq:>8} {tenant} {request} {record['type']:<9} {details}", flush=True)
 
 
 async def main() -> None:

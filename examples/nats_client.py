@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 from collections.abc import AsyncIterator
 from typing import Any
@@ -20,6 +21,16 @@ from nats.aio.msg import Msg
 from nats.errors import TimeoutError as NothingCame
 
 SILENCE_S = 1.0
+CONNECT_S = 5.0
+
+
+async def connect(url: str) -> Client:
+    """By itself the client would try for ever."""
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            return await nats.connect(url)
+    except TimeoutError:
+        sys.exit("no NATS server answers; start one with `headrace up`, or name it with --nats")
 
 
 async def submit(client: Client, body: dict[str, Any], key: str) -> dict[str, Any]:
@@ -77,13 +88,13 @@ async def follow(client: Client, accepted: dict[str, Any]) -> AsyncIterator[dict
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompt")
-    parser.add_argument("--nats", default="nats://127.0.0.1:4222")
+    parser.add_argument("--nats", default=os.environ.get("HEADRACE_NATS_URL", "nats://127.0.0.1:4222"))
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--key", default="", help="an API key, where the gateways ask for one")
     parser.add_argument("--max-tokens", type=int, default=200)
     arguments = parser.parse_args()
 
-    client = await nats.connect(arguments.nats)
+    client = await connect(arguments.nats)
     messages = [{"role": "user", "content": arguments.prompt}]
     body = {"model": arguments.model, "messages": messages, "max_tokens": arguments.max_tokens}
     accepted = await submit(client, body, arguments.key)

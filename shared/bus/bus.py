@@ -8,6 +8,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -69,6 +70,15 @@ def new_worker_id(instance: str) -> str:
     return f"{instance}.{secrets.token_hex(3)}"
 
 
+@dataclass
+class _Link:
+    """What the client's callbacks and the bus both know of the connection."""
+
+    statuses: StatusBoard = field(default_factory=StatusBoard)
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    closing: bool = False
+
+
 class Bus:
     """One NATS connection. Reconnects without limit; every request on it has a time-out.
 
@@ -76,11 +86,11 @@ class Bus:
     opted in.
     """
 
-    def __init__(self, client: Client, statuses: StatusBoard, closed: asyncio.Event) -> None:
+    def __init__(self, client: Client, link: _Link) -> None:
         self.client = client
         self.js = client.jetstream(timeout=REQUEST_TIMEOUT_S)
-        self.statuses = statuses
-        self._closed = closed
+        self.statuses = link.statuses
+        self._link = link
         self._announcer: Announcer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -91,14 +101,14 @@ class Bus:
         Raises ServerMissing when none answers within `wait_s`, ServerUnusable when it cannot serve us. Both say what
         to do.
         """
-        statuses, closed = StatusBoard(), asyncio.Event()
-        client = await _connect(url, name, wait_s, statuses, closed)
+        link = _Link()
+        client = await _connect(url, name, wait_s, link)
         try:
             _check_version(client)
-            bus = cls(client, statuses, closed)
+            bus = cls(client, link)
             await bus._set_up_streams(wait_s)
-            await client.subscribe("hr.status.>", cb=statuses.on_status)
-            statuses.heard_nothing_yet()
+            await client.subscribe("hr.status.>", cb=link.statuses.on_status)
+            link.statuses.heard_nothing_yet()
         except BaseException:
             await client.close()
             raise
@@ -125,6 +135,7 @@ class Bus:
 
     async def close(self) -> None:
         """Stop announcing, flush what is pending, disconnect. Bounded by a few seconds."""
+        self._link.closing = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -170,7 +181,7 @@ class Bus:
         nats-py reconnects without limit after a lost server but not after an error that the server sent it, such as
         permissions that were taken away. A service then ends, and its supervisor starts it again.
         """
-        await self._closed.wait()
+        await self._link.closed.wait()
         raise ConnectionLost("NATS closed this connection for good, see the log; restart the service")
 
     async def on_cancel(self, callback: Callable[[str], Awaitable[None]]) -> None:
@@ -320,19 +331,20 @@ def _log_failure(task: asyncio.Task[None]) -> None:
         log.error("bus_task_failed", task=task.get_name(), error=repr(task.exception()))
 
 
-async def _connect(url: str, name: str, wait_s: float, statuses: StatusBoard, closed: asyncio.Event) -> Client:
+async def _connect(url: str, name: str, wait_s: float, link: _Link) -> Client:
     async def on_error(error: Exception) -> None:
         log.warning("nats_error", error=repr(error))
 
     async def on_disconnect() -> None:
-        log.warning("nats_disconnected")
+        if not link.closing:
+            log.warning("nats_disconnected")
 
     async def on_reconnect() -> None:
-        statuses.heard_nothing_yet()
+        link.statuses.heard_nothing_yet()
         log.info("nats_reconnected")
 
     async def on_close() -> None:
-        closed.set()
+        link.closed.set()
 
     try:
         async with asyncio.timeout(wait_s):
