@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +16,10 @@ import pytest
 # Several processes share few cores; a thread each (see README).
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
+
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and with them the commands they try it on.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def free_port() -> int:

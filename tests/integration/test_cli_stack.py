@@ -288,13 +288,16 @@ def test_logs_of_a_server_are_shown_and_followed(running: Operator) -> None:
     with subprocess.Popen(
         [HEADRACE, "logs", "-f", "-n", "0"], env=running.env, stdout=subprocess.PIPE, text=True
     ) as following:
-        assert following.stdout is not None
-        time.sleep(1.5)
-        running.ok("kill", "nats")
-        first = following.stdout.readline()
-        following.send_signal(signal.SIGINT)
-        assert first.startswith("nats | ")
-        following.wait(timeout=10)
+        try:
+            assert following.stdout is not None
+            time.sleep(1.5)
+            running.ok("kill", "nats")
+            first = following.stdout.readline()
+            following.send_signal(signal.SIGINT)
+            assert first.startswith("nats | ")
+            following.wait(timeout=10)
+        finally:
+            following.kill()
 
 
 def test_external_servers_are_used_and_not_supervised(operator: Operator, nats_url: str, redis_url: str) -> None:
