@@ -47,7 +47,7 @@ def main() -> int:
 
 
 async def serve(settings: GatewaySettings, listener: socket.socket) -> None:
-    """Serve on a bound socket until a signal. Raises ModelError or BusError when it cannot start."""
+    """Serve on a bound socket until a signal. Raises ModelError or BusError when it cannot start or go on."""
     model = await asyncio.to_thread(resolve_model, settings.model)
     tokenizer = await asyncio.to_thread(ChatTokenizer.load, model.path)
     host = settings.reachable_host
@@ -55,8 +55,14 @@ async def serve(settings: GatewaySettings, listener: socket.socket) -> None:
     async with await Bus.connect(settings.nats_url, name="gateway", wait_s=settings.nats_wait_s) as bus:
         gateway = Gateway(settings, bus, model, tokenizer, GatewayMetrics(settings.instance), url)
         server = GatewayServer(create_app(gateway), gateway)
-        async with asyncio.TaskGroup() as group:
-            background = group.create_task(gateway.run(), name="gateway")
-            log.info("listening", url=url, model=model.name, worker=gateway.worker)
-            await server.serve(sockets=[listener])
-            background.cancel()
+        try:
+            async with asyncio.TaskGroup() as group:
+                beside = [group.create_task(gateway.run(), name="gateway"), group.create_task(bus.watch())]
+                log.info("listening", url=url, model=model.name, worker=gateway.worker)
+                await server.serve(sockets=[listener])
+                for task in beside:
+                    task.cancel()
+        except ExceptionGroup as failed:
+            if len(failed.exceptions) > 1 or not isinstance(failed.exceptions[0], BusError):
+                raise
+            raise failed.exceptions[0] from failed

@@ -24,6 +24,7 @@ from shared.transport.stream import Stream
 from shared.transport.tcp import TcpConnection, TcpTransport
 from shared.transport.ucx_environment import ucx_environment
 from shared.transport.ucx_log import UcxLog, process_log
+from shared.transport.ucx_pairing import EndpointPairing
 
 WINDOW: Final = 32
 """Requests in flight on one connection; enough to hide the cost of each, few enough for ucxx's pool of futures."""
@@ -56,11 +57,19 @@ class UcxConnection(Connection):
 
     async def _send(self, buffers: Sequence[Buffer]) -> None:
         checked = [check_buffer(buffer, writable=False) for buffer in buffers]
-        await self._move(lambda b: self._endpoint.send(b, tag=self._send_mark, force_tag=True), checked, lambda _: None)
+
+        async def start(buffer: Buffer) -> None:
+            await self._endpoint.send(buffer, tag=self._send_mark, force_tag=True)
+
+        await self._move(start, checked, lambda _: None)
 
     async def _receive(self, buffers: Sequence[Buffer], arrived: Arrived) -> None:
         checked = [check_buffer(buffer, writable=True) for buffer in buffers]
-        await self._move(lambda b: self._endpoint.recv(b, tag=self._receive_mark, force_tag=True), checked, arrived)
+
+        async def start(buffer: Buffer) -> None:
+            await self._endpoint.recv(buffer, tag=self._receive_mark, force_tag=True)
+
+        await self._move(start, checked, arrived)
 
     async def _move(
         self, start: Callable[[Buffer], Coroutine[Any, Any, Any]], buffers: Sequence[Buffer], arrived: Arrived
@@ -89,7 +98,7 @@ class UcxConnection(Connection):
         if errors and isinstance(errors[0], self._error):
             raise PeerGone(f"{self.peer} is gone: {errors[0]}") from errors[0]
         if errors:
-            raise errors[0]
+            raise errors[0]  # PeerGone of a request that came to its turn after the close, or a fault of ours
         if self.closed:
             # A send that is given up because the endpoint closes ends without an error.
             raise PeerGone(f"the connection to {self.peer} was closed")
@@ -116,7 +125,11 @@ class UcxConnection(Connection):
         self._stream.close()
         endpoint, self._endpoint = self._endpoint, _CLOSED
         if endpoint is not _CLOSED:
-            endpoint.abort(period=CLOSE_PERIOD_NS)
+            _abort(endpoint)
+
+
+def _abort(endpoint: Any) -> None:
+    endpoint.abort(period=CLOSE_PERIOD_NS)
 
 
 class _Closed:
@@ -163,6 +176,7 @@ class UcxTransport(Transport):
         self._log = ucx_log
         self._tcp = TcpTransport()
         self._address = bytes(memoryview(ucxx.get_worker_address()))
+        self._pairing = EndpointPairing(self._make_endpoint, _abort)
         self._tcp_only: dict[str, float] = {}
         self._warned_slow: set[tuple[str, ...]] = set()
 
@@ -203,9 +217,9 @@ class UcxTransport(Transport):
         if agreement.carrier == "tcp":
             return TcpConnection(stream)
         try:
-            address = self._ucxx.get_ucx_address_from_buffer(agreement.theirs.address)
-            endpoint = await self._ucxx.create_endpoint_from_worker_address(address)
-        except self._ucxx.exceptions.UCXError as error:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                endpoint = await self._pairing.make(stream, agreement, accepted=accepted)
+        except (self._ucxx.exceptions.UCXError, TimeoutError, PeerGone) as error:
             raise CarrierUnusable(f"UCX knows no way to {stream.peer}: {error}") from error
         connection = UcxConnection(stream, endpoint, agreement, self._ucxx)
         try:
@@ -215,6 +229,9 @@ class UcxTransport(Transport):
             raise CarrierUnusable(f"UCX brought no bytes from {stream.peer}: {error}") from error
         self._warn_if_slow()
         return connection
+
+    async def _make_endpoint(self, address: bytes) -> Any:
+        return await self._ucxx.create_endpoint_from_worker_address(self._ucxx.get_ucx_address_from_buffer(address))
 
     def describe(self) -> str:
         self._log.refresh()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -27,7 +28,9 @@ from shared.transport import (
     UnusableBuffer,
     pick_transport,
 )
+from shared.transport.handshake import Agreement
 from shared.transport.listener import HANDSHAKE_TIMEOUT_S
+from shared.transport.stream import Stream
 from tests.conftest import free_port, wait_for_port
 from tests.integration.kv_peer import pattern
 
@@ -127,6 +130,43 @@ async def test_many_connections_at_once_do_not_mix_their_bytes(transport: Transp
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         for number in range(8):
             tasks.create_task(exchange(number))
+
+
+async def test_connections_that_close_do_not_disturb_their_neighbours(
+    transport: Transport, lasting_peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """UCX ties endpoints of two workers to each other; the ends that it ties must be those of one connection.
+
+    So the client comes to its endpoints in another order than the store, as happens on a busy machine.
+    """
+    n_bytes, at_once, rounds = 50_000, 8, 25
+    sent = [pattern(i, n_bytes) for i in range(4)]
+    dice = random.Random(1)
+    establish = transport.establish
+
+    async def establish_later(stream: Stream, agreement: Agreement, *, accepted: bool) -> Connection:
+        await asyncio.sleep(dice.random() * 0.03)
+        return await establish(stream, agreement, accepted=accepted)
+
+    async def echo(connection: Connection) -> None:
+        back = [np.zeros(n_bytes, np.uint8) for _ in sent]
+        await connection.send_header(f"echo {len(sent)} {n_bytes}".encode())
+        await connection.send_buffers(sent)
+        await connection.receive_buffers(back)
+        assert all(np.array_equal(a, b) for a, b in zip(sent, back, strict=True))
+
+    async def exchange(number: int) -> None:
+        connection = await connect(transport, lasting_peer)
+        for _ in range(number % 4):
+            await echo(connection)
+        connection.close()
+
+    monkeypatch.setattr(transport, "establish", establish_later)
+    async with asyncio.timeout(60):
+        for _ in range(rounds):
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(at_once):
+                    tasks.create_task(exchange(number))
 
 
 async def test_a_client_with_another_secret_is_refused(transport: Transport, lasting_peer: Peer) -> None:
