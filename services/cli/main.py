@@ -116,10 +116,16 @@ def scale(
 
 @app.command()
 def restart(target: Target) -> None:
-    """Restart instances one after the other; each first hands its work back."""
-    home = Home.open(CliSettings().home)
+    """Restart instances one after the other, each drained first and ready before the next."""
+    settings = CliSettings()
+    home = Home.open(settings.home)
     with home.changing():
-        names = Stack.attach(home).restart(target, _say)
+        stack = Stack.attach(home)
+        names = select(stack.spec, target)
+        for name in names:
+            _say(f"restarting {name}")
+            stack.restart(name)
+            asyncio.run(await_instances(stack, [name], settings.start_timeout_s))
     _say(f"restarted {', '.join(names)}")
 
 

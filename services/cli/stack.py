@@ -96,14 +96,10 @@ class Stack:
             self.supervisor.remove(removed)
         return Stack(self.home, wanted, self.supervisor)
 
-    def restart(self, target: str, say: Say) -> list[str]:
-        """One instance after the other: stopped with time to hand its work back, then started."""
-        names = select(self.spec, target)
-        for name in names:
-            say(f"restarting {name}")
-            self.supervisor.stop([name])
-            self.supervisor.start(name)
-        return names
+    def restart(self, name: str) -> None:
+        """Stop one instance with time to hand its work back, then start it. Does not wait until it is ready."""
+        self.supervisor.stop([name])
+        self.supervisor.start(name)
 
     def kill_instances(self, target: str) -> list[str]:
         """SIGKILL, as a crash would be; the supervisor starts them again. Returns those that were running."""

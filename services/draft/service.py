@@ -24,6 +24,8 @@ from shared.telemetry import attributes as attr
 from shared.telemetry import extract_context, record_span
 from shared.telemetry.metrics import DraftMetrics
 
+FORGET_CHECK_S = 5.0
+
 PROMPT_LOOKUP, DRAFT_MODEL = "prompt_lookup", "draft_model"
 
 log = structlog.get_logger(__name__)
@@ -53,7 +55,7 @@ class _Known:
 
     lookup: PromptLookup = field(default_factory=PromptLookup)
     question: DraftContext | None = None
-    asked_s: float = 0.0
+    asked_s: float = field(default_factory=time.monotonic)
     trace: Context | None = None
     since_unix_s: float = field(default_factory=time.time)
     proposed: int = 0
@@ -89,10 +91,11 @@ class DraftService:
         try:
             while not stop.is_set():
                 asked = asyncio.create_task(self._asked.wait())
-                await asyncio.wait({asked, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({asked, stopping}, timeout=FORGET_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
                 asked.cancel()
                 self._asked.clear()
                 await self._answer_all()
+                await self._forget_silent()
         finally:
             stopping.cancel()
             if not self._bus.client.is_closed:
@@ -164,6 +167,12 @@ class DraftService:
             await self._bus.client.publish(question.reply_to, encode_draft(proposal))
         except nats.errors.Error as error:
             log.warning("proposal_not_sent", request_id=question.request_id, error=str(error))
+
+    async def _forget_silent(self) -> None:
+        """A decode worker that died never says that its sequences ended. The longest silent come first."""
+        oldest_s = time.monotonic() - self._settings.forget_after_s
+        while self._known and next(iter(self._known.values())).asked_s < oldest_s:
+            await self._forget(next(iter(self._known)))
 
     async def _forget(self, request_id: str) -> None:
         known = self._known.pop(request_id, None)

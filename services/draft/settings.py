@@ -11,6 +11,7 @@ class DraftSettings(EngineSettings):
     """`HEADRACE_` variables of a drafter."""
 
     draft_model: str = Field("", description="A smaller model with the same tokenizer; empty: prompt lookup only")
+    forget_after_s: float = Field(60.0, gt=1, description="A sequence that nobody asked about for this long is dropped")
     max_sequences: int = Field(256, ge=1, description="Sequences remembered; the least recently used is forgotten")
     draft_slots: int = Field(16, ge=1, description="Sequences that the draft model runs at once")
     draft_batch_tokens: int = Field(256, ge=16, description="Tokens of one step of the draft model")

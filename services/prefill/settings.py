@@ -17,4 +17,7 @@ class PrefillSettings(EngineSettings):
     transport: Literal["auto", "ucx", "tcp"] = Field("auto", description="How KV blocks travel; auto prefers UCX")
     kv_timeout_s: float = Field(5.0, gt=0, description="Longest wait for one exchange with a KV store")
     max_jobs_waiting: int = Field(64, ge=1, description="Jobs waiting for decode at which prefill stops pulling")
+    hand_over_lease_s: float = Field(
+        120.0, gt=1, description="How long a store keeps a prompt's blocks for the decode worker that is to come"
+    )
     drain_s: float = Field(10.0, gt=0, description="Longest time that SIGTERM waits for work to be handed back")

@@ -108,9 +108,10 @@ class PrefillWorker(StageWorker):
         finally:
             await run_to_end(push.abandon, lambda: self._host.release(sequence))
 
-    @staticmethod
-    def _lease_s(request: GenerationRequest) -> float:
-        return max(request.deadline_unix_s - time.time(), 1.0)
+    def _lease_s(self, request: GenerationRequest) -> float:
+        """A lease that nobody releases ends soon; one that ended too early costs a recomputation at worst."""
+        left_s = request.deadline_unix_s - time.time()
+        return max(min(left_s, self._settings.hand_over_lease_s), 1.0)
 
     async def _find_prefix(self, request: GenerationRequest, keys: Sequence[BlockKey]) -> list[BlockRef]:
         """The longest run of stored blocks from the start of the prompt.

@@ -23,6 +23,7 @@ HOLDER_WAIT_S = 1.0
 HOLDER_FRESH_S = 2.5
 """A holder that has not said for this long that it holds the request counts as gone."""
 
+MAX_REQUEST_ID_CHARS = 256
 CLAIM_PATIENCE_S = 5.0
 HAND_BACK_PATIENCE_S = 1.0
 
@@ -286,7 +287,9 @@ class Holdings:
     async def on_cancel(self, request_id: str) -> None:
         """A hint says that the request has ended; for a holding the log decides, for others it frees leftovers."""
         holding = self._held.get(request_id)
-        if holding is None:
+        if len(request_id) > MAX_REQUEST_ID_CHARS:
+            log.warning("cancel_hint_unusable", characters=len(request_id))
+        elif holding is None:
             await self._on_dropped(request_id)
         elif await self._has_ended(holding):
             holding.stop("ended")
