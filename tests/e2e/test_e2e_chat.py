@@ -271,6 +271,15 @@ def test_a_stage_that_is_down_is_waited_for_and_named(stack: Stack) -> None:
         stack.wait_ready()
 
 
+def test_a_restarted_worker_serves_when_the_command_returns(stack: Stack) -> None:
+    """Else a rolling restart would stop the next instance while this one still loads its model."""
+    (before,) = stack.instances("decode")
+    stack.headrace("restart", "decode")
+    (after,) = stack.instances("decode")
+    assert after["pid"] != before["pid"]
+    assert after["state"] == "ready"
+
+
 def test_messages_that_nobody_can_read_end_no_worker(stack: Stack, client: openai.OpenAI) -> None:
     before = [entry["pid"] for stage in ("prefill", "decode") for entry in stack.instances(stage)]
 

@@ -168,9 +168,9 @@ def test_a_stage_is_scaled_killed_and_restarted_while_its_other_instances_run_on
     assert killed["kvstore-0"]["worker"] == first["worker"]
 
     operator.ok("restart", "kvstore#0")
-    eventually(lambda: operator.stage("kvstore")["kvstore-0"]["state"] == "ready")
     restarted = operator.stage("kvstore")
     assert restarted["kvstore-0"]["pid"] != first["pid"]
+    assert restarted["kvstore-0"]["state"] == "ready", "the command returned before the instance could serve"
     assert restarted["kvstore-1"]["worker"] == killed["kvstore-1"]["worker"]
 
     assert "kvstore: 2 -> 1" in operator.ok("scale", "kvstore=1")

@@ -42,6 +42,25 @@ def drafter(nats_url: str) -> Iterator[str]:
     assert process.wait(timeout=30) == 0
 
 
+@pytest.fixture
+def forgetful(nats_url: str) -> Iterator[str]:
+    """A drafter without a model that drops silent sequences soon."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services.draft"],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "HEADRACE_NATS_URL": nats_url,
+            "HEADRACE_INSTANCE": "draft-8",
+            "HEADRACE_FORGET_AFTER_S": "2",
+        },
+        stdout=subprocess.DEVNULL,
+    )
+    yield "draft-8"
+    process.terminate()
+    assert process.wait(timeout=30) == 0
+
+
 class Decode:
     """Speaks for a decode worker."""
 
@@ -137,6 +156,24 @@ async def test_the_draft_model_guesses_with_the_targets_own_noise(
     )
     proposal = await decode.ask(more)
     assert (proposal.start, proposal.token_ids) == (len(ids) + 2, expected[2:7])
+
+
+async def test_a_sequence_that_nobody_asks_about_is_forgotten(nats_url: str, forgetful: str) -> None:
+    """A decode worker that was killed never says that its sequences ended."""
+    async with await Bus.connect(nats_url, name="test") as bus, asyncio.timeout(60):
+
+        def running() -> list[int]:
+            return [s.running for s in bus.statuses.live("draft") if s.instance == forgetful and s.state == "ready"]
+
+        while running() != [0]:
+            await asyncio.sleep(0.1)
+        speaker = Decode(bus, forgetful)
+        await speaker.open()
+        await speaker.ask(DraftContext("orphan", "t", 0, [5, 6, 7, 5, 6], speaker.inbox))
+        while running() != [1]:
+            await asyncio.sleep(0.1)
+        while running() != [0]:
+            await asyncio.sleep(0.1)
 
 
 async def test_more_sequences_than_it_remembers_cost_a_resend_only(decode: Decode) -> None:

@@ -204,6 +204,30 @@ async def test_a_request_that_was_ended_elsewhere_is_dropped_and_its_leftovers_f
         assert await w.queue.pull(1, 0.2) == []
 
 
+async def test_cancel_hints_free_what_strangers_left_but_no_nonsense_goes_further(nats_url: str, model: str) -> None:
+    async with worker(nats_url, "prefill-0", model) as w:
+        await w.holdings.on_cancel("x" * 500_000)
+        assert w.dropped == []
+        await w.holdings.on_cancel("elsewhere")
+        assert w.dropped == ["elsewhere"]
+
+
+async def test_a_false_cancel_hint_stops_no_work(nats_url: str, model: str) -> None:
+    async with worker(nats_url, "prefill-0", model) as w:
+        request = await submit(w.bus, model)
+        holding = await w.take(await w.pull())
+        assert holding is not None
+
+        async def work(_: Holding) -> None:
+            await asyncio.sleep(60)
+
+        holding.task = asyncio.create_task(w.holdings.serve(holding, work))
+        await w.holdings.on_cancel(request.request_id)
+        assert holding.stop_reason is None
+        assert w.dropped == []
+        await asyncio.wait(await w.holdings.hand_all_back())
+
+
 async def test_a_deleted_consumer_is_made_again(nats_url: str, model: str) -> None:
     async with worker(nats_url, "prefill-0", model) as w:
         for priority in ("high", "normal", "low"):
