@@ -1,24 +1,24 @@
 """Takes a validated call on, or refuses it: the same for HTTP and NATS.
 
-The order is the promise: the reader is subscribed, the log is begun, the work is stored in the queue; only then is the
-request accepted.
+The order is the promise: the readers are subscribed, the logs are begun, the work is stored in the queue; only then is
+the request accepted. A request with several choices is taken on with all of them or not at all.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Final
 
-import msgspec
-
+from services.gateway.call import GenerationCall
 from services.gateway.deadlines import Deadlines
-from services.gateway.endings import Ending, Endings
+from services.gateway.drafts import Draft
+from services.gateway.endings import Endings
 from services.gateway.errors import ApiError, failure_of, overloaded, too_large, unknown_model
 from services.gateway.limits import Limits
-from services.gateway.openai_schema import GenerationCall
 from services.gateway.prompts import Prompter
 from services.gateway.settings import GatewaySettings
 from services.gateway.terms import Terms, keyed_request_id, new_request_id
@@ -29,12 +29,11 @@ from shared.bus import (
     LogExists,
     LogReader,
     LogState,
-    PublishFailed,
     QueueFull,
     RequestUnknown,
 )
-from shared.protocol.jobs import GenerationRequest, SamplingParams, encode_work
-from shared.protocol.records import Accepted
+from shared.protocol.jobs import encode_work
+from shared.protocol.records import Accepted, choice_request_id
 
 MAX_ATTEMPTS: Final = 16
 """Failed runs under one idempotency key before the key itself is refused."""
@@ -48,17 +47,35 @@ _JOB_BYTES: Final = 16 << 10
 
 
 @dataclass(frozen=True)
-class Ticket:
-    """An accepted request. `joined`: an earlier request with the same idempotency key began it.
+class Part:
+    """One choice of an accepted request.
 
-    `reader` is subscribed to the log since before it was begun; None where the caller follows it itself.
+    `log_seq`: the sequence of its log's latest record known. `reader` is subscribed to the log; None where the caller
+    follows it itself.
     """
 
     accepted: Accepted
     log_seq: int
+    claimed: bool
+    reader: LogReader | None
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """An accepted request. `joined`: an earlier request with the same idempotency key began it."""
+
+    parts: Sequence[Part]
     deadlines: Deadlines
     joined: bool
-    reader: LogReader | None
+
+    @property
+    def accepted(self) -> Accepted:
+        """The record that stands for the whole request: the first choice's."""
+        return self.parts[0].accepted
+
+    @property
+    def choices(self) -> list[Accepted]:
+        return [part.accepted for part in self.parts]
 
 
 class Admission:
@@ -87,9 +104,12 @@ class Admission:
         terms: Terms,
         *,
         trace_headers: dict[str, str],
-        follow_in: AsyncExitStack | None = None,
+        held: AsyncExitStack | None = None,
     ) -> Ticket:
         """Queue a call, or join the run that its idempotency key began.
+
+        `held` is for a caller that follows the request: it gets a reader for each choice, and beside the slot that the
+        caller has taken one for each further choice.
 
         A key is bound to a run that is going on or has answered; one that was cancelled or has failed frees it, so that
         a retry is of use.
@@ -99,160 +119,179 @@ class Admission:
         """
         if call.model != self._model:
             raise unknown_model(call.model, self._model)
-        self._limits.check_queue()
+        self._limits.check_choices(call.n, len(call.prompts))
+        if held is not None:
+            held.enter_context(self._limits.slots(call.choices - 1))
+        self._limits.check_queue(call.choices)
         draft = await self._draft(call, tenant, terms)
         if terms.idempotency_key is None:
-            draft = msgspec.structs.replace(draft, request_id=new_request_id(call.api))
-            return await self._start(draft, call, trace_headers, follow_in, digest="")
+            return await self._start(draft.named(new_request_id(call.api), digest=""), trace_headers, held)
         for attempt in range(MAX_ATTEMPTS):
             request_id = keyed_request_id(call.api, tenant, terms.idempotency_key, attempt)
-            draft = msgspec.structs.replace(draft, request_id=request_id)
-            state = await self._earlier_run(draft)
-            if state is None:
+            draft = draft.named(request_id, call.digest)
+            states = await self._earlier_run(tenant, request_id)
+            if not states:
                 try:
-                    return await self._start(draft, call, trace_headers, follow_in, digest=call.digest)
+                    return await self._start(draft, trace_headers, held)
                 except LogExists:  # a twin was faster
-                    state = await self._earlier_run(draft)
-            if state is not None and not (state.ended is not None and failure_of(state.ended)):
-                return await self._join(draft, call, state, trace_headers, follow_in)
+                    states = await self._earlier_run(tenant, request_id)
+            if states and not any(state and state.ended and failure_of(state.ended) for state in states):
+                return await self._join(draft, states, trace_headers, held)
         raise ApiError(
             422,
             f"{MAX_ATTEMPTS} runs under this idempotency key have failed; use another.",
             code="idempotency_exhausted",
         )
 
-    async def _draft(self, call: GenerationCall, tenant: str, terms: Terms) -> GenerationRequest:
-        """The work message, but for its id and its log. Raises ApiError."""
-        prompt_ids = await self._prompter.token_ids(call)
-        params = SamplingParams(
-            max_tokens=self._prompter.max_tokens(call, len(prompt_ids), self._settings.default_max_tokens),
-            seed=secrets.randbelow(_SEEDS) if call.seed is None else call.seed,
-            temperature=call.temperature,
-            top_p=call.top_p,
-            top_k=call.top_k,
-            min_p=call.min_p,
-            stop=call.stop,
-            stop_token_ids=call.stop_token_ids,
-            ignore_eos=call.ignore_eos,
-        )
+    async def _draft(self, call: GenerationCall, tenant: str, terms: Terms) -> Draft:
+        """All that will be stored, but for the request's id. Raises ApiError."""
+        prompts = await self._prompter.token_ids(call)
+        chat_default = self._settings.default_max_tokens
+        limits = [self._prompter.output_limit(call, len(ids), chat_default, n) for n, ids in enumerate(prompts)]
         now = time.time()
-        draft = GenerationRequest(
-            request_id="",
+        draft = Draft(
+            call=call,
+            prompts=prompts,
+            output_limits=limits,
+            seed=secrets.randbelow(_SEEDS) if call.seed is None else call.seed,
             tenant=tenant,
-            model=self._model,
-            api=call.api,
-            priority=call.priority,
-            prompt_ids=prompt_ids,
-            params=params,
+            gateway=self._worker,
             created_unix_s=now,
             queue_deadline_unix_s=now + terms.queue_timeout_s,
             deadline_unix_s=now + terms.timeout_s,
-            log_seq=0,
-            salt=tenant,
-            speculation=call.speculation,
         )
-        needed = len(encode_work(draft)) + _JOB_BYTES + _JOB_BYTES_PER_TOKEN * len(prompt_ids)
+        longest = max(range(len(prompts)), key=lambda n: len(prompts[n]))
+        tokens = len(prompts[longest])
+        needed = len(encode_work(draft.work(longest * call.n, 0))) + _JOB_BYTES + _JOB_BYTES_PER_TOKEN * tokens
         if needed > self._bus.max_payload:
             raise too_large(
-                f"A prompt of {len(prompt_ids)} tokens makes messages of about {needed} bytes; "
+                f"A prompt of {tokens} tokens makes messages of about {needed} bytes; "
                 f"the NATS server takes {self._bus.max_payload} (its max_payload)."
             )
         return draft
 
-    async def _start(
-        self,
-        draft: GenerationRequest,
-        call: GenerationCall,
-        trace_headers: dict[str, str],
-        follow_in: AsyncExitStack | None,
-        *,
-        digest: str,
-    ) -> Ticket:
-        """Begin a run. Raises LogExists when the id is taken, ApiError when it cannot be stored."""
-        reader = await self._subscribe(draft, follow_in)
-        accepted = Accepted(
-            request_id=draft.request_id,
-            tenant=draft.tenant,
-            model=draft.model,
-            api=draft.api,
-            created_unix_s=draft.created_unix_s,
-            deadline_unix_s=draft.deadline_unix_s,
-            prompt_tokens=len(draft.prompt_ids),
-            seed=draft.params.seed,
-            priority=draft.priority,
-            gateway=self._worker,
-            include_usage=call.include_usage,
-            body_digest=digest,
-        )
-        try:
-            log_seq = (await self._bus.create_log(accepted, trace_headers)).last_seq
-            await self._publish(msgspec.structs.replace(draft, log_seq=log_seq), trace_headers)
-        except PublishFailed as error:
-            refusal = self._unavailable(error)
-        except QueueFull as error:
-            refusal = overloaded(429, "queue_full", f"The queue is full: {error}", self._settings.retry_after_s)
-        else:
-            deadlines = Deadlines(draft.deadline_unix_s, draft.queue_deadline_unix_s)
-            return Ticket(accepted, log_seq, deadlines, joined=False, reader=reader)
-        # What was stored is not known when an answer was lost: the log must end in any case.
-        self._endings.request(Ending(accepted, "error", refusal.info()))
-        raise refusal
+    async def _start(self, draft: Draft, trace_headers: dict[str, str], held: AsyncExitStack | None) -> Ticket:
+        """Begin a run. Raises LogExists when its id is taken, ApiError when it cannot be stored."""
+        readers = await self._subscribe(draft, held)
+        log_seqs = await self._store(draft, [None] * draft.choices, trace_headers)
+        parts = [
+            Part(draft.opening(choice), log_seq, claimed=False, reader=reader)
+            for choice, (log_seq, reader) in enumerate(zip(log_seqs, readers, strict=True))
+        ]
+        deadlines = Deadlines(draft.deadline_unix_s, draft.queue_deadline_unix_s)
+        return Ticket(parts, deadlines, joined=False)
 
     async def _join(
         self,
-        draft: GenerationRequest,
-        call: GenerationCall,
-        state: LogState,
+        draft: Draft,
+        states: Sequence[LogState | None],
         trace_headers: dict[str, str],
-        follow_in: AsyncExitStack | None,
+        held: AsyncExitStack | None,
     ) -> Ticket:
-        """Follow the run that an earlier request with this key began. Raises ApiError 422 when that asked otherwise."""
-        accepted = state.accepted
-        if accepted is None or accepted.body_digest != call.digest:
+        """Follow the run that an earlier request with this key began. Raises ApiError 422 when that asked otherwise.
+
+        The gateway that began it may have died before everything was stored: what is missing is stored now.
+        """
+        accepted = states[0].accepted if states[0] is not None else None
+        if accepted is None or accepted.body_digest != draft.digest:
             raise ApiError(
                 422,
                 "This idempotency key was used with another body; use a new key for a new request.",
                 param="idempotency-key",
                 code="idempotency_key_reused",
             )
-        deadlines = Deadlines(accepted.deadline_unix_s)
-        if state.ended is None and not state.claims:
-            # The gateway that began it may have died before the work was queued. A second copy cannot be stored.
-            waits = draft.queue_deadline_unix_s - draft.created_unix_s
-            deadlines.queue_unix_s = accepted.created_unix_s + waits
-            work = msgspec.structs.replace(
-                draft,
-                params=msgspec.structs.replace(draft.params, seed=accepted.seed),
-                created_unix_s=accepted.created_unix_s,
-                queue_deadline_unix_s=deadlines.queue_unix_s,
-                deadline_unix_s=accepted.deadline_unix_s,
-                log_seq=state.last_seq,
+        begun = draft.as_begun(accepted)
+        log_seqs = await self._store(begun, states, trace_headers)
+        readers = await self._subscribe(begun, held)
+        parts = [
+            Part(
+                accepted=state.accepted if state is not None and state.accepted is not None else begun.opening(choice),
+                log_seq=log_seq,
+                claimed=state is not None and (bool(state.claims) or state.ended is not None),
+                reader=reader,
             )
-            try:
-                await self._publish(work, trace_headers)
-            except (PublishFailed, QueueFull) as error:
-                raise self._unavailable(error) from error
-        reader = await self._subscribe(draft, follow_in)
-        return Ticket(accepted, state.last_seq, deadlines, joined=True, reader=reader)
+            for choice, (state, log_seq, reader) in enumerate(zip(states, log_seqs, readers, strict=True))
+        ]
+        queue_unix_s = None if all(part.claimed for part in parts) else begun.queue_deadline_unix_s
+        return Ticket(parts, Deadlines(begun.deadline_unix_s, queue_unix_s), joined=True)
 
-    async def _earlier_run(self, draft: GenerationRequest) -> LogState | None:
+    async def _earlier_run(self, tenant: str, request_id: str) -> list[LogState | None]:
+        """The state of each choice's log, None for one that was not begun; empty when there was no such run."""
         try:
-            return await self._bus.open_log(draft.tenant, draft.request_id).state()
-        except RequestUnknown:
-            return None
+            first = await self._state(tenant, request_id)
+            if first is None:
+                return []
+            choices = first.accepted.choices if first.accepted is not None else 1
+            others = [await self._state(tenant, choice_request_id(request_id, c)) for c in range(1, choices)]
         except BusError as error:
             raise self._unavailable(error) from error
+        return [first, *others]
 
-    async def _publish(self, work: GenerationRequest, trace_headers: dict[str, str]) -> None:
+    async def _state(self, tenant: str, request_id: str) -> LogState | None:
         try:
-            await self._bus.publish_request(work, trace_headers)
+            return await self._bus.open_log(tenant, request_id).state()
+        except RequestUnknown:
+            return None
+
+    async def _store(self, draft: Draft, states: Sequence[LogState | None], trace_headers: dict[str, str]) -> list[int]:
+        """Begin the logs that are missing, the first choice's before all others, and queue what nobody has taken.
+
+        Returns the sequence of each log's latest record. Raises LogExists when the first log was to be begun and its id
+        is taken; ApiError when something cannot be stored, and then ends every log that it may have begun.
+        """
+        begun: list[Accepted] = []
+        log_seqs: list[int] = []
+        unclaimed: list[int] = []
+        try:
+            for choice, known in enumerate(states):
+                state = known
+                if state is None:
+                    begun.append(draft.opening(choice))
+                    state = await self._begin(begun[-1], trace_headers)
+                log_seqs.append(state.last_seq)
+                if state.ended is None and not state.claims:
+                    unclaimed.append(choice)
+            for choice in unclaimed:
+                await self._publish(draft, choice, log_seqs[choice], trace_headers)
+        except LogExists:
+            raise
+        except QueueFull as error:
+            refusal = overloaded(429, "queue_full", f"The queue is full: {error}", self._settings.retry_after_s)
+        except BusError as error:
+            refusal = self._unavailable(error)
+        else:
+            return log_seqs
+        # What was stored is not known when an answer was lost: the logs must end in any case.
+        self._endings.request_all(begun, "error", refusal.info())
+        raise refusal
+
+    async def _begin(self, opening: Accepted, trace_headers: dict[str, str]) -> LogState:
+        """The state of a log that has its first record now. Raises LogExists for the first choice's only.
+
+        Whoever begins the first log begins the others, unless a retry of the same request has seen them missing.
+        """
+        try:
+            log = await self._bus.create_log(opening, trace_headers)
+            return LogState(accepted=opening, last_seq=log.last_seq)
+        except LogExists:
+            if opening.choice == 0:
+                raise
+        return await self._bus.open_log(opening.tenant, opening.request_id).state()
+
+    async def _publish(self, draft: Draft, choice: int, log_seq: int, trace_headers: dict[str, str]) -> None:
+        try:
+            await self._bus.publish_request(draft.work(choice, log_seq), trace_headers)
         except DuplicateWork:
             return  # stored by a try whose answer was lost, or by a twin
 
-    async def _subscribe(self, draft: GenerationRequest, follow_in: AsyncExitStack | None) -> LogReader | None:
-        if follow_in is None:
-            return None
-        return await follow_in.enter_async_context(self._bus.follow(draft.tenant, draft.request_id))
+    async def _subscribe(self, draft: Draft, held: AsyncExitStack | None) -> list[LogReader | None]:
+        """A reader for each choice's log."""
+        if held is None:
+            return [None] * draft.choices
+        return [
+            await held.enter_async_context(self._bus.follow(draft.tenant, draft.choice_id(choice)))
+            for choice in range(draft.choices)
+        ]
 
     def _unavailable(self, error: BusError) -> ApiError:
         return overloaded(

@@ -1,10 +1,11 @@
-"""The answers that follow a log: a new generation, streamed or whole, and the rest of an earlier stream.
+"""The answers that follow a request's logs: a new generation, streamed or whole, and the rest of an earlier stream.
 
 Each is one coroutine from the first byte read to the last byte sent, so that whatever it holds is let go at its end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Final
@@ -15,18 +16,19 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.deadlines import Deadlines
+from services.gateway.admission import Ticket
+from services.gateway.deadlines import Deadlines, Overdue
 from services.gateway.errors import ApiError, failure_of, from_info, internal
-from services.gateway.follow import ClientGone, Follower
+from services.gateway.follow import ChoiceEntry, ClientGone, FollowedLog, Follower
 from services.gateway.gateway import Gateway
 from services.gateway.http_body import read_body
 from services.gateway.metrics import Observation
 from services.gateway.openai_schema import parse_call, parse_json
+from services.gateway.positions import Position
 from services.gateway.results import Transcript, completion_body
 from services.gateway.sse import SseConnection, disconnected
-from services.gateway.streaming import PING, EventStream, Position, error_event
+from services.gateway.streaming import PING, EventStream, error_event
 from services.gateway.terms import parse_terms
-from shared.bus import LogReader, LogState
 from shared.protocol.records import Accepted, Api
 from shared.telemetry import extract_context
 
@@ -80,27 +82,29 @@ class Generation(Response):
         gateway, settings = self._gateway, self._gateway.settings
         tenant = gateway.keyring.tenant(request.headers.get("authorization"))
         terms = parse_terms(request.headers, settings)
-        held.enter_context(gateway.limits.slot())
+        held.enter_context(gateway.limits.slots())
         body = await read_body(request, settings.max_body_bytes, settings.body_timeout_s)
         call = parse_call(parse_json(body), self._api)
         observation.called(call)
         ticket = await gateway.admission.accept(
-            call, tenant, terms, trace_headers=observation.trace_headers(), follow_in=held
+            call, tenant, terms, trace_headers=observation.trace_headers(), held=held
         )
         accepted = ticket.accepted
-        observation.accepted(accepted, joined=ticket.joined, user=call.user)
-        if ticket.reader is None:
-            raise internal()
+        observation.accepted(ticket, user=call.user)
         await held.enter_async_context(gateway.attachments.attach(accepted))
-        follower = make_follower(gateway, ticket.reader, accepted, ticket.deadlines, request.receive)
+        logs = followed_logs(ticket)
+        follower = make_follower(gateway, logs, ticket.choices, ticket.deadlines, request.receive)
         async with follower:
             try:
                 if call.stream:
-                    events = EventStream(accepted, gateway.fingerprint, include_usage=call.include_usage)
-                    return await stream(gateway, follower, events, accepted, send, observation)
-                await self._whole(request, send, follower, accepted, observation)
+                    events = EventStream(
+                        accepted, gateway.fingerprint, gateway.tokens, include_usage=call.include_usage
+                    )
+                    connection = SseConnection(send, settings.send_timeout_s)
+                    return await stream(connection, follower, events, accepted, observation)
+                await self._whole(request, send, follower, ticket, observation)
             except ClientGone:
-                gateway.attachments.left(accepted)
+                gateway.attachments.left(ticket.choices)
                 raise
             except ApiError as error:
                 error.headers |= generation_headers(accepted)
@@ -108,78 +112,113 @@ class Generation(Response):
                     # With a key a library's retry joins the run; without one it would start another.
                     error.headers["x-should-retry"] = "true" if accepted.body_digest else "false"
                 raise
+            finally:
+                self._end_with_the_failed(ticket.choices, logs)
         return None
 
     async def _whole(
-        self, request: Request, send: Send, follower: Follower, accepted: Accepted, observation: Observation
+        self, request: Request, send: Send, follower: Follower, ticket: Ticket, observation: Observation
     ) -> None:
-        """Answer when the log has ended. Raises ApiError for a run that failed."""
-        transcript = Transcript()
-        async for entry in follower:
-            if entry is not None:
-                transcript.apply(entry)
-                observation.record(entry.record)
-        ended = transcript.state.ended
-        if ended is None:
-            raise internal()
-        if (failure := failure_of(ended)) is not None:
+        """Answer when the logs have ended. Raises ApiError for a run that failed."""
+        transcript = Transcript(len(ticket.parts))
+        async for found in follower:
+            if found is not None:
+                transcript.apply(*found)
+                observation.record(*found)
+        if (failure := transcript.failure) is not None:
             raise from_info(failure)
-        body = completion_body(transcript, self._gateway.fingerprint)
-        await JsonBody(body, headers=generation_headers(accepted))(request.scope, request.receive, send)
+        if not transcript.ended:
+            raise internal()
+        body = completion_body(transcript, self._gateway.fingerprint, self._gateway.tokens)
+        headers = generation_headers(ticket.accepted)
+        await JsonBody(body, headers=headers)(request.scope, request.receive, send)
+
+    def _end_with_the_failed(self, choices: Sequence[Accepted], logs: Mapping[int, FollowedLog]) -> None:
+        """When one choice has failed there is no answer, so the others stop, with the same cause in their logs."""
+        failed = [f.ended for f in logs.values() if f.ended is not None and failure_of(f.ended) is not None]
+        if failed:
+            running = [choices[choice] for choice, followed in logs.items() if followed.ended is None]
+            self._gateway.endings.request_all(running, failed[0].reason, failed[0].error)
 
 
 class Continuation(Response):
     """Answers GET .../{id}?stream=true: the request's events behind `after`. A client that leaves changes nothing."""
 
-    def __init__(self, gateway: Gateway, state: LogState, accepted: Accepted, after: Position) -> None:
+    def __init__(
+        self, gateway: Gateway, transcript: Transcript, history: Iterable[ChoiceEntry], after: Position
+    ) -> None:
+        """`history` is what `transcript` was read from: the records of all logs so far."""
         super().__init__()
         self._gateway = gateway
-        self._state = state
-        self._accepted = accepted
+        self._transcript = transcript
+        self._history = history
         self._after = after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gateway, accepted, state = self._gateway, self._accepted, self._state
-        events = EventStream(accepted, gateway.fingerprint, include_usage=accepted.include_usage, after=self._after)
+        gateway, accepted = self._gateway, self._transcript.accepted
+        choices = self._transcript.openings
+        events = EventStream(
+            accepted,
+            gateway.fingerprint,
+            gateway.tokens,
+            include_usage=accepted.include_usage,
+            after=self._after,
+        )
         try:
             async with AsyncExitStack() as held:
-                held.enter_context(gateway.limits.slot())
+                held.enter_context(gateway.limits.slots(len(choices)))
                 await held.enter_async_context(gateway.attachments.attach(accepted))
-                # The record that `after` names is read again: it may have events that the client has not seen.
-                reader = await held.enter_async_context(
-                    gateway.bus.follow(accepted.tenant, accepted.request_id, max(0, self._after.seq - 1))
-                )
+                logs = await self._follow_the_rest(held)
                 deadlines = Deadlines(accepted.deadline_unix_s)
-                follower = make_follower(gateway, reader, accepted, deadlines, receive, bool(state.output_ids))
+                follower = make_follower(gateway, logs, choices, deadlines, receive)
+                connection = SseConnection(send, gateway.settings.send_timeout_s)
                 async with follower:
-                    await stream(gateway, follower, events, accepted, send, None)
+                    await stream(connection, follower, events, accepted, None, self._history)
         except ApiError as error:
             await error_response(error)(scope, receive, send)
         except ClientGone:
             log.info("continuation_left", request_id=accepted.request_id)
 
+    async def _follow_the_rest(self, held: AsyncExitStack) -> dict[int, FollowedLog]:
+        """The logs that have not ended, from where they were read to."""
+        logs = {}
+        for choice, (accepted, read) in enumerate(
+            zip(self._transcript.openings, self._transcript.choices, strict=True)
+        ):
+            state = read.state
+            if state.ended is None:
+                reader = self._gateway.bus.follow(accepted.tenant, accepted.request_id, state.last_seq)
+                entries = aiter(await held.enter_async_context(reader))
+                logs[choice] = FollowedLog(entries, bool(state.claims), bool(state.output_ids))
+        return logs
+
 
 async def stream(
-    gateway: Gateway,
+    connection: SseConnection,
     follower: Follower,
     events: EventStream,
     accepted: Accepted,
-    send: Send,
     observation: Observation | None,
+    history: Iterable[ChoiceEntry] = (),
 ) -> ApiError | None:
-    """Send a request's events until its log ends. Returns the failure that it ended with. Raises ClientGone."""
-    connection = SseConnection(send, gateway.settings.send_timeout_s)
+    """Send a request's events until it has ended. Returns the failure that it ended with. Raises ClientGone.
+
+    `history`: records that the follower will not give again.
+    """
     await connection.open(generation_headers(accepted))
     failure: ApiError | None = None
     try:
-        async for entry in follower:
-            data = PING if entry is None else events.encode(entry)
-            if data:
+        for choice, entry in history:
+            if data := events.encode(choice, entry):
                 await connection.write(data)
-            if entry is not None and observation is not None:
-                observation.record(entry.record)
-            if entry is not None and (error := events.failure(entry)) is not None:
-                failure = from_info(error)
+        if not events.finished:
+            async for found in follower:
+                if data := PING if found is None else events.encode(*found):
+                    await connection.write(data)
+                if found is not None and observation is not None:
+                    observation.record(*found)
+        if events.failure is not None:
+            failure = from_info(events.failure)
     except ClientGone:
         raise
     except Exception as error:
@@ -191,19 +230,30 @@ async def stream(
     return failure
 
 
+def followed_logs(ticket: Ticket) -> dict[int, FollowedLog]:
+    """The logs of a request that was just taken on, each with the reader that was subscribed for it."""
+    logs = {}
+    for choice, part in enumerate(ticket.parts):
+        if part.reader is None:
+            raise internal()
+        logs[choice] = FollowedLog(aiter(part.reader), claimed=part.claimed)
+    return logs
+
+
 def make_follower(
     gateway: Gateway,
-    reader: LogReader,
-    accepted: Accepted,
+    logs: Mapping[int, FollowedLog],
+    choices: Sequence[Accepted],
     deadlines: Deadlines,
     receive: Receive,
-    has_output: bool = False,
 ) -> Follower:
+    def on_overdue(choice: int, overdue: Overdue, has_output: bool) -> None:
+        gateway.end_overdue(choices[choice], overdue, has_output)
+
     return Follower(
-        aiter(reader),
+        logs,
         deadlines,
-        has_output=has_output,
-        on_overdue=partial(gateway.end_overdue, accepted),
+        on_overdue=on_overdue,
         client_gone=partial(disconnected, receive),
         stopping=gateway.stopping,
         idle_s=gateway.settings.ping_interval_s,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -11,7 +11,7 @@ import nats.errors
 import structlog
 from nats.aio.msg import Msg
 
-from services.gateway.endings import Ending, Endings
+from services.gateway.endings import Endings
 from shared.bus import Bus
 from shared.protocol.records import Accepted
 from shared.protocol.subjects import attached_subject
@@ -32,7 +32,7 @@ class Attachments:
         self._bus = bus
         self._endings = endings
         self._grace_s = grace_s
-        self._left: asyncio.Queue[tuple[float, Accepted]] = asyncio.Queue(MAX_GRACES)
+        self._left: asyncio.Queue[tuple[float, Sequence[Accepted]]] = asyncio.Queue(MAX_GRACES)
 
     @asynccontextmanager
     async def attach(self, accepted: Accepted) -> AsyncIterator[None]:
@@ -63,23 +63,26 @@ class Attachments:
             return True
         return True
 
-    def left(self, accepted: Accepted) -> None:
-        """The client has gone: cancel at once, or after the grace period when it said that it might come back."""
-        if not accepted.body_digest:
-            self._endings.request(Ending(accepted, "cancelled"))
+    def left(self, choices: Sequence[Accepted]) -> None:
+        """The client has gone: cancel all of the request's choices, the first of which carries its id.
+
+        At once, or after the grace period when the client said that it might come back.
+        """
+        if not choices[0].body_digest:
+            self._endings.request_all(choices, "cancelled")
             return
         due_s = asyncio.get_running_loop().time() + self._grace_s
         try:
-            self._left.put_nowait((due_s, accepted))
+            self._left.put_nowait((due_s, choices))
         except asyncio.QueueFull:
-            log.warning("grace_not_kept", request_id=accepted.request_id)
-            self._endings.request(Ending(accepted, "cancelled"))
+            log.warning("grace_not_kept", request_id=choices[0].request_id)
+            self._endings.request_all(choices, "cancelled")
 
     async def run(self) -> None:
         """Until cancelled. The period is the same for all, so the queue is in order of time."""
         loop = asyncio.get_running_loop()
         while True:
-            due_s, accepted = await self._left.get()
+            due_s, choices = await self._left.get()
             await asyncio.sleep(max(0.0, due_s - loop.time()))
-            if not await self.anyone(accepted):
-                self._endings.request(Ending(accepted, "cancelled"))
+            if not await self.anyone(choices[0]):
+                self._endings.request_all(choices, "cancelled")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -47,6 +48,11 @@ class Endings:
             self._pending.put_nowait(ending)
         except asyncio.QueueFull:
             log.warning("ending_dropped", request_id=ending.accepted.request_id, reason=ending.reason)
+
+    def request_all(self, choices: Iterable[Accepted], reason: FinishReason, error: ErrorInfo | None = None) -> None:
+        """Have several choices of a request ended soon, for one reason."""
+        for accepted in choices:
+            self.request(Ending(accepted, reason, error))
 
     async def end(self, ending: Ending) -> bool:
         """Append the terminal record now and take the work out of the queues. False when the log had ended already.

@@ -1,4 +1,4 @@
-"""Follows one request for one client: its log, its deadlines, the client's going away, the gateway's stop.
+"""Follows one request for one client: its logs, its deadlines, the client's going away, the gateway's stop.
 
 All of them feed one mailbox, so that a token costs no task and no timer.
 """
@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Self
 
 import structlog
 
 from services.gateway.deadlines import Deadlines, Overdue
-from services.gateway.errors import SERVER, ApiError
+from services.gateway.errors import SERVER, ApiError, failure_of
 from shared.bus import LogEntry
 from shared.protocol.records import Claimed, Ended, Tokens
 
 MAILBOX: Final = 256
-"""Entries held for a slow client; beyond it the log's reader waits, and refills what it missed from history."""
+"""Entries held for a slow client; beyond it the logs' readers wait, and refill what they missed from history."""
 
 ENDING_S: Final = 10.0
 """After the last deadline the terminal record must come within this time, or the log is out of reach."""
@@ -31,50 +32,64 @@ class ClientGone(Exception):
     """The client closed its connection, or takes nothing any more."""
 
 
-class Follower:
-    """`async with Follower(...) as follower: async for entry in follower`: log entries, and None after an idle time.
+ChoiceEntry = tuple[int, LogEntry]
+"""Which choice, and a record of its log."""
 
-    Ends after the terminal record. Raises ClientGone, or ApiError when the gateway stops or the log is out of reach.
+
+@dataclass
+class FollowedLog:
+    """One choice's log as it is followed: what will be read, and what is known of what came before."""
+
+    entries: AsyncIterator[LogEntry]
+    claimed: bool = False
+    has_output: bool = False
+    ended: Ended | None = None
+
+
+class Follower:
+    """`async with Follower(...) as follower: async for found in follower`: entries of all logs, each log's in order,
+    and None after an idle time.
+
+    Ends when every log has ended, or behind the record that tells of a failure. Raises ClientGone, or ApiError when the
+    gateway stops or a log is out of reach.
 
     Args:
-        entries: the log's reader, already subscribed.
-        has_output: whether the log held tokens before the entries that will be read.
-        on_overdue: called once per deadline that passes, with whether there is output yet; must have the request ended,
-            which then shows in the log.
+        logs: by choice, each with its reader, already subscribed; those that have ended before may be left out.
+        on_overdue: called with a choice and the deadline that it has passed, and whether it has output yet; must have
+            it ended, which then shows in its log.
         client_gone: waited for in a task of its own; returns when the client has disconnected.
         stopping: set when the gateway must let go of its clients.
     """
 
     def __init__(
         self,
-        entries: AsyncIterator[LogEntry],
+        logs: Mapping[int, FollowedLog],
         deadlines: Deadlines,
         *,
-        has_output: bool,
-        on_overdue: Callable[[Overdue, bool], None],
+        on_overdue: Callable[[int, Overdue, bool], None],
         client_gone: Callable[[], Awaitable[None]],
         stopping: asyncio.Event,
         idle_s: float,
     ) -> None:
-        self._entries = entries
+        self._logs = logs
+        self._running = set(logs)
         self._deadlines = deadlines
-        self._has_output = has_output
         self._on_overdue = on_overdue
         self._client_gone = client_gone
         self._stopping = stopping
         self._idle_s = idle_s
-        self._mailbox: asyncio.Queue[LogEntry | None] = asyncio.Queue(MAILBOX)
+        self._mailbox: asyncio.Queue[ChoiceEntry | None] = asyncio.Queue(MAILBOX)
         self._failure: Exception | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
         for name, work in (
-            ("follow-log", self._read),
-            ("follow-client", self._watch_client),
-            ("follow-stop", self._watch_stop),
-            ("follow-clock", self._watch_clock),
+            *((f"follow-log-{choice}", self._read(choice, followed)) for choice, followed in self._logs.items()),
+            ("follow-client", self._watch_client()),
+            ("follow-stop", self._watch_stop()),
+            ("follow-clock", self._watch_clock()),
         ):
-            task = asyncio.create_task(work(), name=name)
+            task = asyncio.create_task(work, name=name)
             task.add_done_callback(self._on_done)
             self._tasks.append(task)
         return self
@@ -86,16 +101,18 @@ class Follower:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def __aiter__(self) -> AsyncIterator[LogEntry | None]:
-        while True:
-            entry = await self._next()
+    async def __aiter__(self) -> AsyncIterator[ChoiceEntry | None]:
+        while self._running:
+            found = await self._next()
             if self._failure is not None:
                 raise self._failure
-            yield entry
-            if entry is not None and isinstance(entry.record, Ended):
-                return
+            yield found
+            if found is not None and isinstance(ended := found[1].record, Ended):
+                if failure_of(ended) is not None:
+                    return
+                self._running.discard(found[0])
 
-    async def _next(self) -> LogEntry | None:
+    async def _next(self) -> ChoiceEntry | None:
         if not self._mailbox.empty():
             return self._mailbox.get_nowait()
         try:
@@ -116,13 +133,16 @@ class Follower:
             log.error("follower_failed", part=task.get_name(), exc_info=error)
             self._fail(ApiError(500, "The request's log cannot be read.", type=SERVER, code="log_unreadable"))
 
-    async def _read(self) -> None:
-        async for entry in self._entries:
-            if isinstance(entry.record, Claimed):
-                self._deadlines.queue_unix_s = None
-            elif isinstance(entry.record, Tokens):
-                self._has_output = True
-            await self._mailbox.put(entry)
+    async def _read(self, choice: int, followed: FollowedLog) -> None:
+        async for entry in followed.entries:
+            match entry.record:
+                case Claimed():
+                    followed.claimed = True
+                case Tokens():
+                    followed.has_output = True
+                case Ended() as ended:
+                    followed.ended = ended
+            await self._mailbox.put((choice, entry))
 
     async def _watch_client(self) -> None:
         await self._client_gone()
@@ -142,10 +162,14 @@ class Follower:
     async def _watch_clock(self) -> None:
         while (overdue := self._deadlines.overdue(time.time())) != "total":
             if overdue == "queue":
-                self._on_overdue("queue", self._has_output)
+                for choice, followed in self._logs.items():
+                    if not followed.claimed and followed.ended is None:
+                        self._on_overdue(choice, "queue", followed.has_output)
                 self._deadlines.queue_unix_s = None
             await asyncio.sleep(max(0.0, self._deadlines.next_unix_s() - time.time()))
-        self._on_overdue("total", self._has_output)
+        for choice, followed in self._logs.items():
+            if followed.ended is None:
+                self._on_overdue(choice, "total", followed.has_output)
         await asyncio.sleep(ENDING_S)
         self._fail(
             ApiError(

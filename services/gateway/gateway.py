@@ -19,7 +19,7 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.submit import Submissions
 from services.gateway.sweep import Sweep
 from shared.bus import Bus, new_worker_id
-from shared.models import ChatTokenizer, ModelFiles
+from shared.models import ChatTokenizer, ModelFiles, TokenBytes
 from shared.protocol.records import Accepted
 from shared.protocol.status import InstanceStatus
 from shared.protocol.subjects import STATUS_PING, Stage
@@ -53,6 +53,7 @@ class Gateway:
         self.stopping = asyncio.Event()
         """Set when answers that still run must let go of their clients."""
         self.prompter = Prompter(tokenizer)
+        self.tokens = TokenBytes(tokenizer.raw)
         self.limits = Limits(bus, model.name, settings)
         self.readiness = Readiness(bus, model.name, self.draining)
         self.endings = Endings(bus, self.worker)

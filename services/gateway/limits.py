@@ -12,7 +12,7 @@ import nats.errors
 import structlog
 from nats.js.errors import APIError
 
-from services.gateway.errors import overloaded
+from services.gateway.errors import invalid, overloaded
 from services.gateway.settings import GatewaySettings
 from shared.bus import Bus, BusError
 from shared.protocol.streams import LOG
@@ -37,27 +37,40 @@ class Limits:
         self._log_full = False
 
     @contextmanager
-    def slot(self) -> Iterator[None]:
-        """Hold one of the gateway's generation slots. Raises ApiError 503 when all are taken."""
-        if self.active >= self._settings.max_concurrent:
+    def slots(self, count: int = 1) -> Iterator[None]:
+        """Hold generation slots of the gateway, one for each choice. Raises ApiError 503 when too few are left."""
+        if self.active + count > self._settings.max_concurrent:
             raise overloaded(
                 503,
                 "gateway_overloaded",
-                f"This gateway carries {self.active} generations and takes no more; try again or use another.",
+                f"This gateway carries {self.active} generations and has no room for {count} more; try again or use "
+                "another.",
                 self._settings.retry_after_s,
             )
-        self.active += 1
+        self.active += count
         try:
             yield
         finally:
-            self.active -= 1
+            self.active -= count
 
-    def check_queue(self) -> None:
+    def check_choices(self, n: int, prompts: int) -> None:
+        """Raises ApiError 400 for more answers than one request may ask for."""
+        most_n, most = self._settings.max_n, self._settings.max_choices
+        if n > most_n:
+            raise invalid(f"'n' may be {most_n} at most on this server.", "n", "invalid_value")
+        if n * prompts > most:
+            raise invalid(
+                f"{prompts} prompts with n={n} ask for {n * prompts} answers; one request may ask for {most}.",
+                "prompt" if prompts > 1 else "n",
+                "invalid_value",
+            )
+
+    def check_queue(self, choices: int) -> None:
         """Raises ApiError 429 when enough work waits, 503 when the log has no room or NATS is away."""
         retry_after_s = self._settings.retry_after_s
         if not self._bus.connected:
             raise overloaded(503, "queue_unavailable", "The gateway has lost NATS and is reconnecting.", retry_after_s)
-        if self.waiting >= self._settings.max_waiting:
+        if self.waiting + choices > self._settings.max_waiting:
             raise overloaded(429, "queue_full", f"{self.waiting} requests wait already; try again.", retry_after_s)
         if self._log_full:
             raise overloaded(503, "log_full", "The log of running requests is full; try again later.", retry_after_s)

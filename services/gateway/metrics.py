@@ -10,9 +10,12 @@ from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanKind, StatusCode
 
+from services.gateway.admission import Ticket
+from services.gateway.call import GenerationCall
 from services.gateway.errors import ApiError
-from services.gateway.openai_schema import GenerationCall
-from shared.protocol.records import Accepted, Api, Ended, Record, Tokens
+from services.gateway.results import prompt_tokens_of, usage_of
+from shared.bus import LogEntry
+from shared.protocol.records import Accepted, Api, Ended, FinishReason, Tokens
 from shared.telemetry import attributes, inject_headers, trace_ids, tracer
 from shared.telemetry.metrics import GatewayMetrics
 
@@ -31,9 +34,9 @@ class Observation:
         self._metrics = metrics
         self._model = model
         self._arrived_s = time.monotonic()
-        self._last_tokens_s: float | None = None
-        self._accepted: Accepted | None = None
-        self._ended: Ended | None = None
+        self._last_tokens_s: dict[int, float] = {}
+        self._choices: list[Accepted] = []
+        self._ended: dict[int, Ended] = {}
         self._joined = False
         self._tokens = 0
         self._span = tracer().start_span(f"{OPERATIONS[api]} {model}", context=parent, kind=SpanKind.SERVER)
@@ -58,66 +61,71 @@ class Observation:
         if call.max_tokens is not None:
             self._span.set_attribute(attributes.GEN_AI_REQUEST_MAX_TOKENS, call.max_tokens)
 
-    def accepted(self, accepted: Accepted, *, joined: bool, user: str) -> None:
-        self._accepted, self._joined = accepted, joined
+    def accepted(self, ticket: Ticket, *, user: str) -> None:
+        self._choices, self._joined = ticket.choices, ticket.joined
+        accepted = ticket.accepted
+        prompt_tokens = prompt_tokens_of(self._choices)
         self._span.set_attribute(attributes.GEN_AI_REQUEST_MODEL, accepted.model)
         self._span.set_attribute(attributes.GEN_AI_RESPONSE_ID, accepted.request_id)
         self._span.set_attribute(attributes.GEN_AI_REQUEST_SEED, accepted.seed)
-        self._span.set_attribute(attributes.GEN_AI_USAGE_INPUT_TOKENS, accepted.prompt_tokens)
+        self._span.set_attribute(attributes.GEN_AI_USAGE_INPUT_TOKENS, prompt_tokens)
         self._span.set_attribute(attributes.REQUEST_ID, accepted.request_id)
         self._span.set_attribute(attributes.TENANT, accepted.tenant)
-        if not joined:
-            self._metrics.prompt_tokens.labels(self._model).inc(accepted.prompt_tokens)
+        if not self._joined:
+            self._metrics.prompt_tokens.labels(self._model).inc(prompt_tokens)
         log.info(
             "request_accepted",
             request_id=accepted.request_id,
             tenant=accepted.tenant,
             user=user or None,
-            prompt_tokens=accepted.prompt_tokens,
-            joined=joined,
+            prompt_tokens=prompt_tokens,
+            choices=len(self._choices),
+            joined=self._joined,
             **trace_ids(self._context),
         )
 
-    def record(self, record: Record) -> None:
-        """Count one record of the log, at the moment that it is passed on."""
+    def record(self, choice: int, entry: LogEntry) -> None:
+        """Count one record of a choice's log, at the moment that it is passed on."""
+        record = entry.record
         if isinstance(record, Ended):
-            self._ended = record
+            self._ended[choice] = record
         elif isinstance(record, Tokens) and record.ids:
             self._tokens += len(record.ids)
             if self._joined:  # what another request began tells nothing about latency
                 return
             now_s = time.monotonic()
-            if self._last_tokens_s is None:
+            if not self._last_tokens_s:
                 self._metrics.ttft.labels(self._model).observe(now_s - self._arrived_s)
                 self._span.set_attribute(
                     attributes.GEN_AI_RESPONSE_TIME_TO_FIRST_CHUNK, round(now_s - self._arrived_s, 6)
                 )
-            else:
-                self._metrics.itl.labels(self._model).observe(now_s - self._last_tokens_s)
-            self._last_tokens_s = now_s
+            if choice in self._last_tokens_s:
+                self._metrics.itl.labels(self._model).observe(now_s - self._last_tokens_s[choice])
+            self._last_tokens_s[choice] = now_s
 
     def disconnected(self) -> None:
         self._metrics.disconnects.inc()
 
     def close(self, error: ApiError | None = None) -> None:
         """The answer is out, or there was none."""
-        accepted, ended = self._accepted, self._ended
         took_s = time.monotonic() - self._arrived_s
-        if accepted is None:
+        if not self._choices:
             code = (error.code or str(error.status)) if error is not None else "internal_error"
             self._metrics.rejected.labels(code).inc()
             log.info("request_rejected", code=code, status=error.status if error else 500)
         else:
+            reasons = [self._ended[choice].reason for choice in sorted(self._ended)]
             self._metrics.generation_tokens.labels(self._model).inc(self._tokens)
-            if ended is not None:
-                if not self._joined:
-                    self._metrics.e2e.labels(self._model).observe(took_s)
-                self._metrics.finished.labels(self._model, ended.reason).inc()
-                self._describe(ended)
+            for reason in reasons:
+                self._metrics.finished.labels(self._model, reason).inc()
+            if len(reasons) == len(self._choices) and not self._joined:
+                self._metrics.e2e.labels(self._model).observe(took_s)
+            if reasons:
+                self._describe(reasons)
             log.info(
                 "request_left",
-                request_id=accepted.request_id,
-                reason=ended.reason if ended else None,
+                request_id=self._choices[0].request_id,
+                reason=",".join(dict.fromkeys(reasons)) or None,
                 code=error.code if error else None,
                 completion_tokens=self._tokens,
                 took_s=round(took_s, 3),
@@ -129,10 +137,12 @@ class Observation:
                 self._span.set_status(StatusCode.ERROR, error.code or "")
         self._span.end()
 
-    def _describe(self, ended: Ended) -> None:
+    def _describe(self, reasons: list[FinishReason]) -> None:
+        """One finish reason for each choice that has ended, and what all of them used."""
+        usage = usage_of((self._choices[choice], ended) for choice, ended in self._ended.items())
         self._span.set_attribute(attributes.GEN_AI_RESPONSE_MODEL, self._model)
-        self._span.set_attribute(attributes.GEN_AI_RESPONSE_FINISH_REASONS, [ended.reason])
-        self._span.set_attribute(attributes.GEN_AI_USAGE_OUTPUT_TOKENS, ended.usage.completion_tokens)
-        self._span.set_attribute(attributes.GEN_AI_USAGE_CACHED_TOKENS, ended.usage.cached_tokens)
-        self._span.set_attribute(attributes.DRAFTED_TOKENS, ended.usage.drafted_tokens)
-        self._span.set_attribute(attributes.ACCEPTED_TOKENS, ended.usage.accepted_tokens)
+        self._span.set_attribute(attributes.GEN_AI_RESPONSE_FINISH_REASONS, reasons)
+        self._span.set_attribute(attributes.GEN_AI_USAGE_OUTPUT_TOKENS, usage.completion_tokens)
+        self._span.set_attribute(attributes.GEN_AI_USAGE_CACHED_TOKENS, usage.cached_tokens)
+        self._span.set_attribute(attributes.DRAFTED_TOKENS, usage.drafted_tokens)
+        self._span.set_attribute(attributes.ACCEPTED_TOKENS, usage.accepted_tokens)

@@ -6,60 +6,40 @@ Strict: nothing is converted, unknown fields are refused, and a refusal names th
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import re
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, ValidationError
 from pydantic_core import PydanticCustomError
 
+from services.gateway.call import GenerationCall, Messages, Prompt, TokenIds
 from services.gateway.errors import ApiError, invalid
-from services.gateway.unsupported import without_neutral
+from services.gateway.unsupported import same, without_neutral
 from shared.protocol.records import Api
 from shared.protocol.subjects import Priority
 
 MAX_SEED: Final = 2**63 - 1
 MAX_STOPS: Final = 4
 MAX_MESSAGES: Final = 4096
+MAX_BIASES: Final = 300
+MAX_BIAS: Final = 100.0
+MAX_N: Final = 128
+"""OpenAI's; each gateway has a lower bound of its own (`max_n`)."""
 
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
-@dataclass(frozen=True)
-class Messages:
-    """A conversation for the chat template: `role` and `content` of each message."""
-
-    items: list[dict[str, str]]
-
-
-@dataclass(frozen=True)
-class TokenIds:
-    ids: list[int]
-
-
-@dataclass(frozen=True)
-class GenerationCall:
-    """A validated request, the same for HTTP and NATS.
-
-    `digest` covers all that decides the output, so that a retry under an idempotency key can be told from a mix-up.
-    """
-
-    api: Api
-    model: str
-    prompt: Messages | TokenIds | str
-    max_tokens: int | None
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int | None
-    stop: list[str]
-    stop_token_ids: list[int]
-    ignore_eos: bool
-    speculation: Literal["auto", "off"]
-    priority: Priority
-    stream: bool
-    include_usage: bool
-    user: str
-    digest: str
+_NEUTRAL: Final[dict[str, Any]] = {
+    "n": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "repetition_penalty": 1,
+    "logit_bias": {},
+    "min_tokens": 0,
+    "logprobs": False,
+    "top_logprobs": 0,
+}
+"""Values that ask for nothing: with them a request is the same as without the field."""
 
 
 class _Strict(BaseModel):
@@ -111,13 +91,38 @@ Stop = Annotated[
 ]
 
 
+def _biases(value: object) -> object:
+    """OpenAI's object of token ids, as strings, to biases. Strict about both, and about their number."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise PydanticCustomError("bias_type", "must be an object of token ids and biases")
+    if len(value) > MAX_BIASES:
+        raise PydanticCustomError("bias_count", f"must have at most {MAX_BIASES} entries")
+    biases = {}
+    for token_id, bias in value.items():
+        if not _TOKEN_ID.fullmatch(token_id):
+            raise PydanticCustomError("bias_token", "every key must be a token id in decimal digits")
+        if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise PydanticCustomError("bias_value", f"every bias must be a number from -{MAX_BIAS:g} to {MAX_BIAS:g}")
+        biases[int(token_id)] = float(bias)
+    return biases
+
+
 class _Common(_Strict):
     model: str = Field(min_length=1, max_length=512)
+    n: int | None = Field(None, ge=1, le=MAX_N)
+    best_of: int | None = Field(None, ge=1, le=MAX_N, description="Only equal to n")
     max_tokens: int | None = Field(None, ge=1)
+    min_tokens: int | None = Field(None, ge=0)
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=1_000_000, description="0 or -1: off")
     min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=2)
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_biases)] = None
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
     stop: Stop | None = None
     stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(None, max_length=64)
@@ -134,27 +139,30 @@ class ChatBody(_Common):
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="Needs logprobs")
 
 
-def _prompt(value: object) -> object:
-    """One text, or one list of token ids; a list that holds exactly one of them stands for it."""
-    if isinstance(value, list) and value and isinstance(value[0], str | list):
-        if len(value) > 1:
-            raise PydanticCustomError(
-                "several_prompts", "several prompts in one request are not supported yet; send one each"
-            )
-        value = value[0]
-    if isinstance(value, str) or (isinstance(value, list) and all(type(item) is int for item in value)):
-        if not value:
-            raise PydanticCustomError("empty_prompt", "the prompt is empty")
-        return value
-    raise PydanticCustomError("prompt_type", "must be a string or a list of token ids")
+def _prompts(value: object) -> object:
+    """One text, one list of token ids, or a list of either: always as a list of prompts."""
+    several = isinstance(value, list) and bool(value) and isinstance(value[0], str | list)
+    prompts = value if several and isinstance(value, list) else [value]
+    if all(isinstance(prompt, str) for prompt in prompts) or all(_is_ids(prompt) for prompt in prompts):
+        if not all(prompts):
+            raise PydanticCustomError("empty_prompt", "a prompt is empty")
+        return prompts
+    raise PydanticCustomError("prompt_type", "must be a string or a list of token ids, or a list of either")
+
+
+def _is_ids(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)
 
 
 class CompletionBody(_Common):
     """POST /v1/completions."""
 
-    prompt: Annotated[str | list[int], BeforeValidator(_prompt)]
+    prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_prompts)]
+    logprobs: int | None = Field(None, ge=0, le=5)
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -182,15 +190,25 @@ def parse_call(fields: dict[str, Any], api: Api) -> GenerationCall:
         raise _explain(error) from error
     if body.stream_options is not None and not body.stream:
         raise invalid("'stream_options' is only allowed when 'stream' is true.", "stream_options")
+    n = body.n or 1
+    if (body.best_of or n) != n:
+        raise invalid("'best_of' is only supported equal to 'n'.", "best_of", "unsupported_parameter")
     return GenerationCall(
         api=api,
         model=body.model,
-        prompt=_prompt_of(body),
+        prompts=_prompts_of(body),
+        n=n,
         max_tokens=_max_tokens(body),
+        min_tokens=body.min_tokens or 0,
         temperature=1.0 if body.temperature is None else body.temperature,
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=max(0, body.top_k or 0),
         min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        logit_bias=body.logit_bias or {},
+        logprobs=_logprobs(body),
         seed=body.seed,
         stop=body.stop or [],
         stop_token_ids=body.stop_token_ids or [],
@@ -204,10 +222,21 @@ def parse_call(fields: dict[str, Any], api: Api) -> GenerationCall:
     )
 
 
-def _prompt_of(body: ChatBody | CompletionBody) -> Messages | TokenIds | str:
+def _prompts_of(body: ChatBody | CompletionBody) -> tuple[Prompt, ...]:
     if isinstance(body, ChatBody):
-        return Messages([message.rendered() for message in body.messages])
-    return body.prompt if isinstance(body.prompt, str) else TokenIds(body.prompt)
+        return (Messages([message.rendered() for message in body.messages]),)
+    return tuple(prompt if isinstance(prompt, str) else TokenIds(prompt) for prompt in body.prompt)
+
+
+def _logprobs(body: ChatBody | CompletionBody) -> int | None:
+    """How many alternatives are asked for: by two fields in chats, by one for completions."""
+    if isinstance(body, CompletionBody):
+        return body.logprobs
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise invalid("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
+    return None
 
 
 def _max_tokens(body: ChatBody | CompletionBody) -> int | None:
@@ -220,7 +249,14 @@ def _max_tokens(body: ChatBody | CompletionBody) -> int | None:
 
 
 def _digest(body: BaseModel) -> str:
-    fields = body.model_dump(exclude={"stream", "stream_options", "user", "priority", "speculation"}, exclude_none=True)
+    without = {"stream", "stream_options", "user", "priority", "speculation", "best_of"}
+    fields = {
+        name: value
+        for name, value in body.model_dump(exclude=without, exclude_none=True).items()
+        if name not in _NEUTRAL or not same(value, _NEUTRAL[name])
+    }
+    if biases := fields.pop("logit_bias", None):
+        fields["logit_bias"] = sorted(biases.items())
     return hashlib.sha256(msgspec.json.encode(fields, order="sorted")).hexdigest()[:32]
 
 

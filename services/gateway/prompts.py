@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
+from services.gateway.call import GenerationCall, Messages, TokenIds
 from services.gateway.errors import ApiError, invalid
-from services.gateway.openai_schema import GenerationCall, Messages, TokenIds
 from shared.models import ChatTokenizer, TemplateError
 
 T = TypeVar("T")
@@ -32,62 +32,92 @@ class Prompter:
     def context_length(self) -> int:
         return self._tokenizer.context_length
 
-    async def token_ids(self, call: GenerationCall) -> list[int]:
-        """The prompt's token ids, at least one. Raises ApiError 400: refused by the template, or ids out of range."""
-        self._check_range("stop_token_ids", call.stop_token_ids)
-        match call.prompt:
-            case TokenIds(ids):
-                self._check_range("prompt", ids)
-            case Messages(items) if sum(len(item["content"]) for item in items) <= INLINE_CHARS:
-                ids = self._render(items)
-            case Messages(items):
-                ids = await self._in_thread(self._render, items)
-            case str(text) if len(text) <= INLINE_CHARS:
-                ids = self._encode(text)
-            case text:
-                ids = await self._in_thread(self._encode, text)
-        if not ids:
-            raise invalid("The prompt has no tokens.", _prompt_param(call))
-        return ids
+    async def token_ids(self, call: GenerationCall) -> list[list[int]]:
+        """The token ids of each prompt, at least one each.
 
-    def max_tokens(self, call: GenerationCall, prompt_tokens: int, chat_default: int) -> int:
-        """The output limit. Raises ApiError 400 `context_length_exceeded` when prompt and output do not fit."""
+        Raises ApiError 400: refused by the template, or ids out of range (also in `stop_token_ids`, `logit_bias`).
+        """
+        self._check_range("stop_token_ids", call.stop_token_ids)
+        self._check_range("logit_bias", call.logit_bias)
+        match call.prompts[0]:
+            case Messages(items) if sum(len(item["content"]) for item in items) <= INLINE_CHARS:
+                prompts = self._render(items)
+            case Messages(items):
+                prompts = await self._in_thread(self._render, items)
+            case _:
+                prompts = await self._completion_ids(call)
+        for n, ids in enumerate(prompts):
+            if not ids:
+                raise invalid("The prompt has no tokens.", _prompt_param(call, n))
+        return prompts
+
+    async def _completion_ids(self, call: GenerationCall) -> list[list[int]]:
+        """All prompts are texts, or all are token ids."""
+        prompts: list[list[int]] = []
+        texts: list[str] = []
+        for n, prompt in enumerate(call.prompts):
+            if isinstance(prompt, TokenIds):
+                self._check_range(_prompt_param(call, n), prompt.ids)
+                prompts.append(prompt.ids)
+            elif isinstance(prompt, str):
+                texts.append(prompt)
+        if not texts:
+            return prompts
+        if sum(map(len, texts)) <= INLINE_CHARS:
+            return self._encode(texts)
+        return await self._in_thread(self._encode, texts)
+
+    def output_limit(self, call: GenerationCall, prompt_tokens: int, chat_default: int, prompt: int = 0) -> int:
+        """The most output tokens of an answer to one of the prompts.
+
+        Raises ApiError 400: `context_length_exceeded` when prompt and output do not fit, and for a larger `min_tokens`.
+        """
         room = self.context_length - prompt_tokens
         if room < 1 or (call.max_tokens or 0) > room:
-            raise self._overflow(call, prompt_tokens)
-        return call.max_tokens or min(room, chat_default if call.api == "chat" else COMPLETION_MAX_TOKENS)
+            raise self._overflow(call, prompt_tokens, _prompt_param(call, prompt))
+        limit = call.max_tokens or min(room, chat_default if call.api == "chat" else COMPLETION_MAX_TOKENS)
+        if call.min_tokens > limit:
+            raise invalid(
+                f"'min_tokens' is {call.min_tokens}, but the answer has {limit} tokens at most.",
+                "min_tokens",
+                "invalid_value",
+            )
+        return limit
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _in_thread(self, work: Callable[[T], list[int]], argument: T) -> list[int]:
+    async def _in_thread(self, work: Callable[[T], list[list[int]]], argument: T) -> list[list[int]]:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, argument)
 
-    def _render(self, messages: list[dict[str, str]]) -> list[int]:
+    def _render(self, messages: list[dict[str, str]]) -> list[list[int]]:
         try:
             text = self._tokenizer.render_text(messages)
         except TemplateError as error:
             raise invalid(str(error), "messages") from error
-        return self._encode(text, add_special_tokens=False)
+        return self._encode([text], add_special_tokens=False)
 
-    def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def _encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         # The batch call lets go of the interpreter lock; the plain one keeps it, so that a thread would not help.
-        return list(self._tokenizer.raw.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        encodings = self._tokenizer.raw.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [list(encoding.ids) for encoding in encodings]
 
-    def _check_range(self, param: str, ids: list[int]) -> None:
+    def _check_range(self, param: str, ids: Iterable[int]) -> None:
         vocabulary = self._tokenizer.vocab_size
         if any(not 0 <= i < vocabulary for i in ids):
             raise invalid(f"Token ids of this model are 0 to {vocabulary - 1}.", param, "invalid_value")
 
-    def _overflow(self, call: GenerationCall, prompt_tokens: int) -> ApiError:
+    def _overflow(self, call: GenerationCall, prompt_tokens: int, param: str) -> ApiError:
         answer = f" and {call.max_tokens} for the answer" if call.max_tokens else ""
         return invalid(
             f"This model's context is {self.context_length} tokens, but the request needs {prompt_tokens} for the "
             f"prompt{answer}. Shorten one of them.",
-            _prompt_param(call),
+            param,
             "context_length_exceeded",
         )
 
 
-def _prompt_param(call: GenerationCall) -> str:
-    return "messages" if call.api == "chat" else "prompt"
+def _prompt_param(call: GenerationCall, prompt: int) -> str:
+    if call.api == "chat":
+        return "messages"
+    return "prompt" if len(call.prompts) == 1 else f"prompt[{prompt}]"

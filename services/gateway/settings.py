@@ -31,6 +31,10 @@ class GatewaySettings(CommonSettings):
     max_body_bytes: int = Field(2 << 20, ge=1024, description="Largest request body")
     body_timeout_s: float = Field(30.0, gt=0, description="How long a client may take to send its body")
     max_concurrent: int = Field(256, ge=1, description="Generations that this gateway carries at once")
+    max_n: int = Field(8, ge=1, le=128, description="Largest n, the answers asked for to one prompt")
+    max_choices: int = Field(
+        32, ge=1, le=256, description="Largest number of answers that one request may ask for: its prompts times its n"
+    )
     max_waiting: int = Field(
         512, ge=1, description="Requests of the model in the queue beyond which new ones are refused"
     )

@@ -1,62 +1,61 @@
-"""From a request's log to server-sent events in OpenAI's format. Pure: no I/O, no clock.
+"""From a request's logs to server-sent events in OpenAI's format. Pure: no I/O, no clock.
 
-An event's id is `<request>:<seq>` or `<request>:<seq>.<n>`: the n-th event of the log record with that stream sequence.
-A client that sends the last id it saw gets exactly what follows, from any gateway.
+A client that sends the id of the last event it saw (see `positions`) gets exactly what follows, from any gateway.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
-from services.gateway.errors import ApiError, failure_of, from_info, invalid
-from services.gateway.results import usage_body
+from services.gateway.errors import ApiError, failure_of, from_info
+from services.gateway.logprobs import LogprobWriter
+from services.gateway.positions import CLOSING, Position
+from services.gateway.results import usage_body, usage_of
 from shared.bus import LogEntry
+from shared.models import TokenBytes
 from shared.protocol.records import Accepted, Ended, ErrorInfo, Tokens
 
 DONE: Final = b"data: [DONE]\n\n"
 PING: Final = b": ping\n\n"
 
-_POSITION = re.compile(r"(?:(?P<request>[A-Za-z0-9_-]{1,64}):)?(?P<seq>[0-9]{1,18})(?:\.(?P<part>[0-9]))?")
 
+class _Choice:
+    """What the stream has to know of one choice beyond the record at hand."""
 
-@dataclass(frozen=True, order=True)
-class Position:
-    """A place in a request's events: a log record's stream sequence, and which of the record's events, from 0."""
-
-    seq: int
-    part: int = 0
-
-    @classmethod
-    def parse(cls, text: str, request_id: str, param: str) -> Position:
-        """From an event id, or a bare sequence. Raises ApiError 400 naming `param`, also for another request's id."""
-        match = _POSITION.fullmatch(text.strip())
-        if match is None or match["request"] not in (None, request_id):
-            raise invalid(f"'{param}' must be the id of an event of this stream.", param, "invalid_value")
-        return cls(int(match["seq"]), int(match["part"] or 0))
-
-    def event_id(self, request_id: str) -> str:
-        return f"{request_id}:{self.seq}" + (f".{self.part}" if self.part else "")
-
-
-START: Final = Position(0)
+    def __init__(self) -> None:
+        self.accepted: Accepted | None = None
+        self.ended: Ended | None = None
+        self.logprobs: LogprobWriter | None = None
 
 
 class EventStream:
-    """Turns log entries into the bytes of one client's stream.
+    """Turns log entries into the bytes of one client's stream. Feed it each log from its beginning.
 
-    The chat format opens with the role once the request is accepted. Tokens whose text is held back make no event. A
-    failure is an `error` object and closes the stream without `[DONE]`: a cut answer must not look like a whole one.
+    The chat format opens each choice with the role once it is accepted. Tokens whose text is held back make an event
+    only if they have log probabilities to show. The usage and `[DONE]` come when every choice has ended. A choice that
+    fails is an `error` object and closes the stream without `[DONE]`: a cut answer must not look like a whole one.
     """
 
-    def __init__(self, accepted: Accepted, fingerprint: str, *, include_usage: bool, after: Position = START) -> None:
+    def __init__(
+        self,
+        accepted: Accepted,
+        fingerprint: str,
+        tokens: TokenBytes,
+        *,
+        include_usage: bool,
+        after: Position | None = None,
+    ) -> None:
         self._accepted = accepted
-        self._after = after
+        self._tokens = tokens
+        self._after = after or Position.start(accepted.choices)
+        self._shown = list(self._after.seqs)
+        self._choices = [_Choice() for _ in range(accepted.choices)]
         self._include_usage = include_usage
+        self.failure: ErrorInfo | None = None
+        """Why the stream is closed without an answer."""
         chat = accepted.api == "chat"
         self._head = {
             "id": accepted.request_id,
@@ -66,48 +65,74 @@ class EventStream:
             "system_fingerprint": fingerprint,
         }
 
-    def encode(self, entry: LogEntry) -> bytes:
+    @property
+    def finished(self) -> bool:
+        """Nothing will follow: every choice has ended, or one has failed."""
+        return self.failure is not None or all(choice.ended is not None for choice in self._choices)
+
+    def encode(self, choice: int, entry: LogEntry) -> bytes:
         """The events of one log record that the client has not seen; empty when it shows nothing."""
-        out = b"".join(
-            _event(body, position.event_id(self._accepted.request_id))
-            for part, body in enumerate(self._bodies(entry))
-            if (position := Position(entry.seq, part)) > self._after
-        )
-        if isinstance(entry.record, Ended) and failure_of(entry.record) is None:
-            return out + DONE
-        return out
+        if self.finished:
+            return b""
+        bodies = list(self._bodies(choice, entry))
+        out = b""
+        if entry.seq > self._shown[choice]:
+            self._shown[choice] = entry.seq
+            out = b"".join(self._event(body) for body in bodies)
+        if not self.finished or self.failure is not None:
+            return out
+        if self._include_usage and not (self._after.part >= CLOSING and not out):
+            pairs = [(c.accepted or self._accepted, c.ended) for c in self._choices if c.ended is not None]
+            out += self._event({**self._head, "choices": [], "usage": usage_body(usage_of(pairs))}, CLOSING)
+        return out + DONE
 
-    @staticmethod
-    def failure(entry: LogEntry) -> ErrorInfo | None:
-        """Why the request failed, if this is the record that says so."""
-        return failure_of(entry.record) if isinstance(entry.record, Ended) else None
-
-    def _bodies(self, entry: LogEntry) -> Iterator[dict[str, Any]]:
+    def _bodies(self, index: int, entry: LogEntry) -> Iterator[dict[str, Any]]:
+        choice = self._choices[index]
         match entry.record:
-            case Accepted(seed=seed) if self._accepted.api == "chat":
-                yield self._chunk({"role": "assistant", "content": ""}, seed=seed)
-            case Tokens(text=text) if text:
-                yield self._chunk({"content": text})
-            case Ended() as ended if (failure := failure_of(ended)) is not None:
-                yield from_info(failure).body()
+            case Accepted() as accepted:
+                choice.accepted = accepted
+                choice.logprobs = LogprobWriter(accepted, self._tokens)
+                if accepted.api == "chat":
+                    yield self._chunk(index, {"role": "assistant", "content": ""}, told_seed=accepted.seed)
+            case Tokens() as tokens:
+                logprobs = choice.logprobs.body(tokens) if choice.logprobs is not None else None
+                if tokens.text or logprobs is not None:
+                    yield self._chunk(index, {"content": tokens.text}, logprobs=logprobs)
             case Ended() as ended:
-                yield self._chunk({}, ended.reason, seed=self._accepted.seed)
-                if self._include_usage:
-                    yield {**self._head, "choices": [], "usage": usage_body(ended.usage)}
+                choice.ended = ended
+                self.failure = failure_of(ended)
+                if self.failure is not None:
+                    yield from_info(self.failure).body()
+                else:
+                    seed = choice.accepted.seed if choice.accepted is not None else None
+                    yield self._chunk(index, {}, ended.reason, told_seed=seed)
 
-    def _chunk(self, delta: dict[str, str], reason: str | None = None, seed: int | None = None) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": 0}
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, str],
+        reason: str | None = None,
+        *,
+        logprobs: dict[str, Any] | None = None,
+        told_seed: int | None = None,
+    ) -> dict[str, Any]:
+        """One chunk of one choice. `told_seed`: the choice's seed, where the chunk is to tell it."""
+        choice: dict[str, Any] = {"index": index}
         if self._accepted.api == "chat":
             choice["delta"] = delta
         else:
             choice["text"] = delta.get("content", "")
-        choice |= {"logprobs": None, "finish_reason": reason}
+        choice |= {"logprobs": logprobs, "finish_reason": reason}
         chunk: dict[str, Any] = {**self._head, "choices": [choice]}
         if self._include_usage:
             chunk["usage"] = None
-        if seed is not None:
-            chunk["seed"] = seed
+        if told_seed is not None:
+            choice["seed"] = told_seed
+            chunk["seed"] = self._accepted.seed
         return chunk
+
+    def _event(self, body: dict[str, Any], part: int = 0) -> bytes:
+        return _event(body, Position(tuple(self._shown), part).event_id(self._accepted.request_id))
 
 
 def error_event(error: ApiError) -> bytes:

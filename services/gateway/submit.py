@@ -17,11 +17,12 @@ import nats.errors
 import structlog
 from nats.aio.msg import Msg
 
-from services.gateway.admission import Admission, Ticket
+from services.gateway.admission import Admission, Part, Ticket
 from services.gateway.auth import Keyring
 from services.gateway.errors import ApiError, internal, overloaded
 from services.gateway.metrics import Observation
 from services.gateway.openai_schema import parse_call, parse_json
+from services.gateway.results import prompt_tokens_of
 from services.gateway.settings import GatewaySettings
 from services.gateway.terms import parse_terms
 from shared.bus import Bus
@@ -105,7 +106,7 @@ class Submissions:
             call = parse_call(fields, api)
             observation.called(call)
             ticket = await self._admission.accept(call, tenant, terms, trace_headers=observation.trace_headers())
-            observation.accepted(ticket.accepted, joined=ticket.joined, user=call.user)
+            observation.accepted(ticket, user=call.user)
             observation.close()
             return _acceptance(ticket)
         except ApiError as error:
@@ -127,21 +128,29 @@ class Submissions:
 
 
 def _acceptance(ticket: Ticket) -> dict[str, Any]:
+    """The reply: the request, and where each choice is to be followed. The first choice stands at the top as well."""
     accepted = ticket.accepted
-    names = (accepted.tenant, accepted.request_id)
     return {
-        "request_id": accepted.request_id,
+        **_place(ticket.parts[0]),
         "tenant": accepted.tenant,
         "model": accepted.model,
         "api": accepted.api,
-        "seed": accepted.seed,
-        "prompt_tokens": accepted.prompt_tokens,
+        "prompt_tokens": prompt_tokens_of(part.accepted for part in ticket.parts),
         "created_unix_s": accepted.created_unix_s,
         "deadline_unix_s": accepted.deadline_unix_s,
+        "joined": ticket.joined,
+        "choices": [_place(part) for part in ticket.parts],
+    }
+
+
+def _place(part: Part) -> dict[str, Any]:
+    names = (part.accepted.tenant, part.accepted.request_id)
+    return {
+        "request_id": part.accepted.request_id,
+        "seed": part.accepted.seed,
         "live_subject": live_subject(*names),
         "log_subject": log_subject(*names),
-        "log_seq": ticket.log_seq,
-        "joined": ticket.joined,
+        "log_seq": part.log_seq,
     }
 
 

@@ -9,14 +9,7 @@ from shared.protocol.records import Api
 
 # Parameter -> the values that ask for nothing. Null is always one of them.
 _BOTH: Final[dict[str, tuple[Any, ...]]] = {
-    "n": (1,),
-    "best_of": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
     "skip_special_tokens": (True,),
     "use_beam_search": (False,),
     "metadata": ({},),
@@ -27,8 +20,6 @@ _BOTH: Final[dict[str, tuple[Any, ...]]] = {
 }
 _CHAT: Final[dict[str, tuple[Any, ...]]] = {
     **_BOTH,
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -46,7 +37,6 @@ _CHAT: Final[dict[str, tuple[Any, ...]]] = {
 }
 _COMPLETION: Final[dict[str, tuple[Any, ...]]] = {
     **_BOTH,
-    "logprobs": (),
     "echo": (False,),
     "suffix": ("",),
 }
@@ -79,7 +69,7 @@ def _filter(fields: dict[str, Any], neutral: dict[str, tuple[Any, ...]], prefix:
     for name, value in fields.items():
         if name not in neutral:
             kept[name] = value
-        elif value is not None and not any(_same(value, allowed) for allowed in neutral[name]):
+        elif value is not None and not any(same(value, allowed) for allowed in neutral[name]):
             raise invalid(
                 f"The parameter '{prefix}{name}' is not supported yet; leave it out.",
                 prefix + name,
@@ -88,6 +78,6 @@ def _filter(fields: dict[str, Any], neutral: dict[str, tuple[Any, ...]], prefix:
     return kept
 
 
-def _same(value: object, allowed: object) -> bool:
+def same(value: object, allowed: object) -> bool:
     """Equal as JSON: true is not 1, though Python says so."""
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)

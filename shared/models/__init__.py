@@ -5,6 +5,7 @@ Not here: loading weights into memory (`shared.engine`).
 
 from shared.models.errors import ModelError, ModelNotFound, ModelUnusable, TemplateError
 from shared.models.resolve import ModelFiles, resolve_model
+from shared.models.token_bytes import TokenBytes
 from shared.models.tokenizer import ChatTokenizer
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "ModelNotFound",
     "ModelUnusable",
     "TemplateError",
+    "TokenBytes",
     "resolve_model",
 ]

@@ -14,7 +14,10 @@ from shared.protocol.subjects import Priority
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """How to choose tokens. Temperature 0 is greedy; `top_k` 0 and `top_p` 1 switch the filters off.
 
-    `stop_token_ids` are beside the model's own end-of-sequence ids, which `ignore_eos` switches off.
+    `stop_token_ids` are beside the model's own end-of-sequence ids, which `ignore_eos` switches off. Neither is chosen
+    before `min_tokens` tokens of output. `logit_bias` is added by token id. Presence and frequency penalties are
+    OpenAI's and look at the output; the repetition penalty (Keskar et al. 2019, CTRL) looks at prompt and output, and 1
+    switches it off. `logprobs` asks for each token's log probability and that many alternatives; None is off.
     """
 
     max_tokens: int
@@ -26,6 +29,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop: list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    min_tokens: int = 0
+    logprobs: int | None = None
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):

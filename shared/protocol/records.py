@@ -49,6 +49,13 @@ class Accepted(msgspec.Struct, frozen=True, tag_field="type", tag="accepted", om
     include_usage: bool = False
     body_digest: str = ""
     """Set for a request with an idempotency key: what a retry must ask for to join this run."""
+    choices: int = 1
+    """How many answers were asked for. Above 1 the others have logs of their own, see `choice_request_id`."""
+    choice: int = 0
+    """Which of the answers this log holds; 0 in the log that carries the request's own id."""
+    prompt: int = 0
+    """Which of the request's prompts this answer continues."""
+    logprobs: int | None = None
     v: int = 1
 
 
@@ -71,16 +78,28 @@ class HandedBack(msgspec.Struct, frozen=True, tag_field="type", tag="hand_back",
     v: int = 1
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Natural log probabilities under the model's own distribution: before penalties, bias, temperature and filters.
+
+    `top` are the most probable tokens, best first: (token id, log probability).
+    """
+
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
 class Tokens(msgspec.Struct, frozen=True, tag_field="type", tag="tokens", omit_defaults=True):
     """Tokens `index .. index+len(ids)-1` of the output. `text` is what these ids add to the visible text.
 
     Text that may still grow into a stop string or a whole character is held back and comes with a later record.
+    `logprobs` has one entry for each id if the request asked for them, else none.
     """
 
     epoch: int
     index: int
     ids: list[int]
     text: str
+    logprobs: list[TokenLogprobs] = []
     v: int = 1
 
 
@@ -99,6 +118,11 @@ Record = Accepted | Claimed | HandedBack | Tokens | Ended
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Record)
+
+
+def choice_request_id(request_id: str, choice: int) -> str:
+    """The id under which answer `choice` of a request is queued and logged: the request's own for the first."""
+    return request_id if choice == 0 else f"{request_id}-c{choice}"
 
 
 def encode_record(record: Record) -> bytes:

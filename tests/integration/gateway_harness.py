@@ -26,11 +26,17 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from shared.bus import AppendRefused, Bus, Delivery, LogEntry, RequestLog, RequestUnknown
 from shared.protocol.jobs import GenerationRequest, decode_request
-from shared.protocol.records import Claimed, Ended, ErrorInfo, FinishReason, Tokens, Usage
+from shared.protocol.records import Claimed, Ended, ErrorInfo, FinishReason, TokenLogprobs, Tokens, Usage
+from shared.protocol.seeds import derived_seed
 from shared.protocol.status import InstanceStatus
+from shared.protocol.streams import REQUESTS
 
 PATIENCE_S = 20.0
 """Bounds every wait of the tests; none of them measures time."""
+
+Start = Callable[..., "GatewayProcess"]
+Open = Callable[..., Awaitable["Stream"]]
+"""Types of the fixtures that start gateways and open streams."""
 
 _seeds = itertools.count(1000)
 
@@ -146,8 +152,14 @@ class Work:
     async def say(self, *texts: str) -> None:
         """One record of one token for each text."""
         for text in texts:
-            await self.log.append(Tokens(epoch=1, index=self.index, ids=[self.index + 1], text=text))
-            self.index += 1
+            await self.say_ids([self.index + 1], text)
+
+    async def say_ids(self, ids: list[int], text: str) -> None:
+        """One record; with made-up log probabilities where the request asks for them."""
+        wanted = self.request.params.logprobs
+        logprobs = [] if wanted is None else [made_up_logprobs(i, wanted) for i in ids]
+        await self.log.append(Tokens(epoch=1, index=self.index, ids=ids, text=text, logprobs=logprobs))
+        self.index += len(ids)
 
     async def end(self, reason: FinishReason = "stop", error: ErrorInfo | None = None) -> None:
         usage = Usage(
@@ -159,6 +171,13 @@ class Work:
         )
         await self.log.append(Ended(epoch=1, reason=reason, usage=usage, error=error, by="w"))
         await self.delivery.ack()
+
+
+def made_up_logprobs(token_id: int, alternatives: int) -> TokenLogprobs:
+    """The token is the second best; the others are its neighbours."""
+    others = [token_id + n for n in range(1, alternatives)]
+    top = [*others[:1], token_id, *others[1:]][:alternatives]
+    return TokenLogprobs(-1.5 if others else -1.0, [(i, -1.0 - rank / 2) for rank, i in enumerate(top)])
 
 
 class Worker:
@@ -183,8 +202,11 @@ class Worker:
             try:
                 yield worker
             finally:
-                for task in tasks:
-                    task.cancel()
+                # asyncio.wait_for, which nats-py uses, loses a cancellation that meets its result (Python 3.11).
+                while any(not task.done() for task in tasks):
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.wait(tasks, timeout=1)
                 ends = await asyncio.gather(*tasks, return_exceptions=True)
                 for end in ends:
                     assert isinstance(end, asyncio.CancelledError), end
@@ -241,11 +263,37 @@ class Worker:
                 await work.delivery.renew()
 
 
+def reserve(worker: Worker, choices: int) -> int:
+    """A seed whose choices are all for `take_all`."""
+    seed = fresh_seed()
+    for choice in range(choices):
+        worker.reserve(derived_seed(seed, choice))
+    return seed
+
+
+async def take_all(worker: Worker, seed: int, choices: int) -> list[Work]:
+    """The work of all choices, claimed."""
+    works = [await worker.take(derived_seed(seed, choice)) for choice in range(choices)]
+    for work in works:
+        await work.claim()
+    return works
+
+
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     """Wait for what other processes do, with patience."""
     async with asyncio.timeout(PATIENCE_S):
         while not await condition():
             await asyncio.sleep(0.05)
+
+
+async def queued_subjects(bus: Bus) -> dict[str, int]:
+    """The subjects of all requests that wait for prefill."""
+    return (await bus.js.stream_info(REQUESTS.name, subjects_filter=">")).state.subjects or {}
+
+
+def worker_of(gateway: GatewayProcess) -> str:
+    """The name under which a gateway ends requests."""
+    return next(str(line["worker"]) for line in gateway.log_lines() if line.get("event") == "listening")
 
 
 async def entries_of(bus: Bus, request_id: str, tenant: str = "default") -> list[LogEntry]:
@@ -278,13 +326,49 @@ def events_of(body: str) -> list[tuple[str | None, Any]]:
     return events
 
 
-def text_of(events: list[tuple[str | None, Any]]) -> str:
-    """The visible text of a stream of either format."""
+def text_of(events: list[tuple[str | None, Any]], index: int = 0) -> str:
+    """The visible text of one choice in a stream of either format."""
     text = ""
     for _, data in events:
         for choice in data.get("choices", []) if isinstance(data, dict) else []:
-            text += choice.get("text") or choice.get("delta", {}).get("content") or ""
+            if choice["index"] == index:
+                text += choice.get("text") or choice.get("delta", {}).get("content") or ""
     return text
+
+
+class Stream:
+    """An open SSE answer, read event by event."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self.response = response
+        self.request_id = response.headers["x-headrace-request-id"]
+        self.events: list[tuple[str | None, Any]] = []
+        self._lines = response.aiter_lines()
+
+    async def next(self) -> Any:
+        """The data of the next event; raises StopAsyncIteration at the end."""
+        event_id = None
+        while True:
+            line = await anext(self._lines)
+            if line.startswith("id: "):
+                event_id = line[4:]
+            elif line.startswith("data: "):
+                data = line[6:] if line == "data: [DONE]" else json.loads(line[6:])
+                self.events.append((event_id, data))
+                return data
+
+    async def rest(self) -> list[tuple[str | None, Any]]:
+        try:
+            while True:
+                await self.next()
+        except StopAsyncIteration:
+            return self.events
+
+    async def text(self, wanted: str, index: int = 0) -> None:
+        """Read until this much text has come."""
+        async with asyncio.timeout(PATIENCE_S):
+            while text_of(self.events, index) != wanted:
+                await self.next()
 
 
 def chat_body(seed: int, **fields: Any) -> dict[str, Any]:

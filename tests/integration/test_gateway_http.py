@@ -123,6 +123,13 @@ async def test_every_sampling_parameter_reaches_the_worker(http: httpx.AsyncClie
         "stop": ["END", "\n\n"],
         "stop_token_ids": [3],
         "ignore_eos": True,
+        "presence_penalty": 0.25,
+        "frequency_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "logit_bias": {"7": -100, "8": 1.5},
+        "min_tokens": 4,
+        "logprobs": True,
+        "top_logprobs": 3,
         "speculation": "off",
         "priority": "high",
         "user": "u1",
@@ -132,6 +139,8 @@ async def test_every_sampling_parameter_reaches_the_worker(http: httpx.AsyncClie
     params = request.params
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k, params.min_p) == (9, 0.5, 0.9, 40, 0.05)
     assert (params.stop, params.stop_token_ids, params.ignore_eos) == (["END", "\n\n"], [3], True)
+    assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (0.25, -0.5, 1.5)
+    assert (params.logit_bias, params.min_tokens, params.logprobs) == ({7: -100.0, 8: 1.5}, 4, 3)
     assert (request.speculation, request.priority, request.tenant, request.salt) == (
         "off",
         "high",
@@ -217,11 +226,23 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 @pytest.mark.parametrize(
     ("path", "fields", "status", "param", "code"),
     [
-        (CHAT, {"n": 2}, 400, "n", "unsupported_parameter"),
+        (CHAT, {"n": 9}, 400, "n", "invalid_value"),
+        (CHAT, {"n": 0}, 400, "n", "invalid_value"),
+        (CHAT, {"n": 2, "best_of": 3}, 400, "best_of", "unsupported_parameter"),
         (CHAT, {"tools": [{"type": "function"}]}, 400, "tools", "unsupported_parameter"),
         (CHAT, {"response_format": {"type": "json_object"}}, 400, "response_format", "unsupported_parameter"),
-        (CHAT, {"logprobs": True}, 400, "logprobs", "unsupported_parameter"),
-        (CHAT, {"presence_penalty": 0.5}, 400, "presence_penalty", "unsupported_parameter"),
+        (CHAT, {"logprobs": 3}, 400, "logprobs", "invalid_value"),
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs", "invalid_value"),
+        (CHAT, {"top_logprobs": 3}, 400, "top_logprobs", None),
+        (CHAT, {"presence_penalty": 2.5}, 400, "presence_penalty", "invalid_value"),
+        (CHAT, {"frequency_penalty": -3}, 400, "frequency_penalty", "invalid_value"),
+        (CHAT, {"repetition_penalty": 0}, 400, "repetition_penalty", "invalid_value"),
+        (CHAT, {"logit_bias": {"257": 1}}, 400, "logit_bias", "invalid_value"),
+        (CHAT, {"logit_bias": {"5": 200}}, 400, "logit_bias", "invalid_value"),
+        (CHAT, {"min_tokens": 6, "max_tokens": 5}, 400, "min_tokens", "invalid_value"),
+        (CHAT, {"min_tokens": 511}, 400, "min_tokens", "invalid_value"),
+        (TEXT, {"min_tokens": 17}, 400, "min_tokens", "invalid_value"),
+        (TEXT, {"logprobs": 6}, 400, "logprobs", "invalid_value"),
         (CHAT, {"whatever": 1}, 400, "whatever", "unknown_parameter"),
         (CHAT, {"temperature": 2.5}, 400, "temperature", "invalid_value"),
         (CHAT, {"temperature": "1"}, 400, "temperature", "invalid_value"),
@@ -252,7 +273,11 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
         (CHAT, {"max_tokens": 510}, 400, "messages", "context_length_exceeded"),
         (TEXT, {"prompt": "x" * 5000}, 400, "prompt", "context_length_exceeded"),
         (TEXT, {"prompt": ""}, 400, "prompt", "invalid_value"),
-        (TEXT, {"prompt": ["a", "b"]}, 400, "prompt", "invalid_value"),
+        (TEXT, {"prompt": ["a", ""]}, 400, "prompt", "invalid_value"),
+        (TEXT, {"prompt": ["a"] * 33}, 400, "prompt", "invalid_value"),
+        (TEXT, {"prompt": ["a"] * 5, "n": 7}, 400, "prompt", "invalid_value"),
+        (TEXT, {"prompt": ["a", "x" * 5000]}, 400, "prompt[1]", "context_length_exceeded"),
+        (TEXT, {"prompt": [[1], [999_999]]}, 400, "prompt[1]", "invalid_value"),
         (TEXT, {"prompt": [1, 999_999]}, 400, "prompt", "invalid_value"),
         (TEXT, {"prompt": None}, 400, "prompt", "invalid_value"),
         (TEXT, {"echo": True}, 400, "echo", "unsupported_parameter"),

@@ -89,7 +89,7 @@ async def test_a_refused_request_has_a_span_with_its_error_code(
     gateway: GatewayProcess, worker: Worker, collector: OtlpReceiver
 ) -> None:
     async with httpx.AsyncClient(base_url=gateway.url, timeout=PATIENCE_S) as http:
-        await http.post("/v1/completions", json={"model": "tiny", "prompt": "x", "n": 2})
+        await http.post("/v1/completions", json={"model": "tiny", "prompt": "x", "echo": True})
     spans = await asyncio.to_thread(collector.wait_for_names, ["text_completion tiny"])
     span = next(span for span in spans if span.name == "text_completion tiny")
     assert (span.attributes["error.type"], span.failed) == ("unsupported_parameter", False)

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, processors
 from services.gateway.auth import Keyring
 from services.gateway.deadlines import Deadlines, overdue_error
 from services.gateway.errors import ApiError, failure_of, from_info
-from services.gateway.follow import ClientGone, Follower
+from services.gateway.follow import ClientGone, FollowedLog, Follower
 from services.gateway.openai_schema import parse_call
 from services.gateway.prompts import INLINE_CHARS, Prompter
 from services.gateway.settings import load_settings, parse_api_keys
@@ -153,9 +153,11 @@ async def test_long_prompts_are_tokenized_in_a_thread_to_the_same_ids(prompter: 
     for length in (INLINE_CHARS, INLINE_CHARS + 1):
         text = ("abcé" * length)[:length]
         call = parse_call({"model": "m", "prompt": text}, "completion")
-        assert len(await prompter.token_ids(call)) == len(text.encode())
+        assert [len(ids) for ids in await prompter.token_ids(call)] == [len(text.encode())]
         chat = parse_call({"model": "m", "messages": [{"role": "user", "content": text}]}, "chat")
-        assert len(await prompter.token_ids(chat)) == len(f"u:{text}\na:".encode())
+        assert [len(ids) for ids in await prompter.token_ids(chat)] == [len(f"u:{text}\na:".encode())]
+        several = parse_call({"model": "m", "prompt": [text, "ab"]}, "completion")
+        assert [len(ids) for ids in await prompter.token_ids(several)] == [len(text.encode()), 2]
 
 
 async def test_a_leading_marker_is_added_to_text_and_left_to_the_template_in_chats(tmp_path: Path) -> None:
@@ -166,20 +168,20 @@ async def test_a_leading_marker_is_added_to_text_and_left_to_the_template_in_cha
     prompter = Prompter(ChatTokenizer.load(path))
     text = parse_call({"model": "m", "prompt": "x"}, "completion")
     chat = parse_call({"model": "m", "messages": [{"role": "user", "content": "x"}]}, "chat")
-    assert (await prompter.token_ids(text))[0] == 0
-    assert (await prompter.token_ids(chat))[0] != 0
+    assert (await prompter.token_ids(text))[0][0] == 0
+    assert (await prompter.token_ids(chat))[0][0] != 0
 
 
 async def test_the_output_limit_fits_the_context(prompter: Prompter) -> None:
     chat = parse_call({"model": "m", "messages": [{"role": "user", "content": "x"}]}, "chat")
-    assert prompter.max_tokens(chat, 100, 512) == 512
-    assert prompter.max_tokens(chat, 19_990, 512) == 10
+    assert prompter.output_limit(chat, 100, 512) == 512
+    assert prompter.output_limit(chat, 19_990, 512) == 10
     text = parse_call({"model": "m", "prompt": "x"}, "completion")
-    assert prompter.max_tokens(text, 100, 512) == 16
+    assert prompter.output_limit(text, 100, 512) == 16
     for asked, prompt_tokens in ((11, 19_990), (None, 20_000)):
         call = parse_call({"model": "m", "prompt": "x", "max_tokens": asked}, "completion")
         with pytest.raises(ApiError) as caught:
-            prompter.max_tokens(call, prompt_tokens, 512)
+            prompter.output_limit(call, prompt_tokens, 512)
         assert caught.value.code == "context_length_exceeded"
 
 
@@ -189,24 +191,25 @@ async def test_the_output_limit_fits_the_context(prompter: Prompter) -> None:
 class Followed:
     """A follower with its log, client and clock in the test's hand."""
 
-    def __init__(self, deadlines: Deadlines | None = None, idle_s: float = 30.0) -> None:
-        self.log: asyncio.Queue[LogEntry] = asyncio.Queue()
+    def __init__(self, deadlines: Deadlines | None = None, idle_s: float = 30.0, choices: int = 1) -> None:
+        self.logs: list[asyncio.Queue[LogEntry]] = [asyncio.Queue() for _ in range(choices)]
+        self.log = self.logs[0]
         self.gone = asyncio.Event()
         self.stopping = asyncio.Event()
-        self.overdue: asyncio.Queue[tuple[str, bool]] = asyncio.Queue()
+        self.overdue: asyncio.Queue[tuple[int, str, bool]] = asyncio.Queue()
         self.follower = Follower(
-            self._entries(),
+            {choice: FollowedLog(self._entries(choice)) for choice in range(choices)},
             deadlines or Deadlines(time.time() + 60),
-            has_output=False,
-            on_overdue=lambda which, has_output: self.overdue.put_nowait((which, has_output)),
+            on_overdue=lambda *told: self.overdue.put_nowait(told),
             client_gone=self._client_gone,
             stopping=self.stopping,
             idle_s=idle_s,
         )
 
-    async def _entries(self) -> AsyncIterator[LogEntry]:
-        while True:
-            yield await self.log.get()
+    async def _entries(self, choice: int) -> AsyncIterator[LogEntry]:
+        while not isinstance((entry := await self.logs[choice].get()).record, Ended):
+            yield entry
+        yield entry
 
     async def _client_gone(self) -> None:
         await self.gone.wait()
@@ -221,7 +224,29 @@ async def test_a_follower_passes_on_every_entry_and_ends_with_the_log() -> None:
     for entry in wanted:
         case.log.put_nowait(entry)
     async with case.follower as follower:
-        assert [entry async for entry in follower] == wanted
+        assert [found async for found in follower] == [(0, entry) for entry in wanted]
+
+
+async def test_a_follower_of_several_logs_passes_on_each_in_order_and_ends_with_the_last() -> None:
+    case = Followed(choices=3)
+    logs = [[LogEntry(n, Tokens(1, n, [n], "x")) for n in range(200 * c)] + [END] for c in range(3)]
+    for queue, log in zip(case.logs, logs, strict=True):
+        for entry in log:
+            queue.put_nowait(entry)
+    seen: list[list[LogEntry]] = [[], [], []]
+    async with asyncio.timeout(10), case.follower as follower:
+        async for found in follower:
+            assert found is not None
+            seen[found[0]].append(found[1])
+    assert seen == logs
+
+
+async def test_a_follower_ends_behind_the_first_failure() -> None:
+    case = Followed(choices=2)
+    failed = LogEntry(5, Ended(1, "error", Usage(1, 1)))
+    case.logs[1].put_nowait(failed)
+    async with asyncio.timeout(10), case.follower as follower:
+        assert [found async for found in follower] == [(1, failed)]
 
 
 async def test_a_follower_notices_the_client_and_the_gateways_stop() -> None:
@@ -250,14 +275,26 @@ async def test_a_claim_ends_the_queue_deadline_but_not_the_total_one() -> None:
     case.log.put_nowait(LogEntry(1, Claimed(1, "prefill", "w", 0)))
     case.log.put_nowait(LogEntry(2, Tokens(1, 0, [1], "x")))
     async with asyncio.timeout(10), case.follower:
-        assert await case.overdue.get() == ("total", True)
+        assert await case.overdue.get() == (0, "total", True)
 
 
 async def test_an_unclaimed_request_passes_both_deadlines_once_each() -> None:
     now = time.time()
     case = Followed(Deadlines(now + 0.2, now + 0.1))
     async with asyncio.timeout(10), case.follower:
-        assert await case.overdue.get() == ("queue", False)
-        assert await case.overdue.get() == ("total", False)
+        assert await case.overdue.get() == (0, "queue", False)
+        assert await case.overdue.get() == (0, "total", False)
+        await asyncio.sleep(0.05)
+    assert case.overdue.empty()
+
+
+async def test_each_choice_has_the_deadlines_that_its_own_state_calls_for() -> None:
+    now = time.time()
+    case = Followed(Deadlines(now + 0.6, now + 0.3), choices=3)
+    case.logs[0].put_nowait(LogEntry(1, Claimed(1, "prefill", "w", 0)))
+    case.logs[2].put_nowait(END)
+    async with asyncio.timeout(10), case.follower:
+        assert await case.overdue.get() == (1, "queue", False)
+        assert [await case.overdue.get() for _ in range(2)] == [(0, "total", False), (1, "total", False)]
         await asyncio.sleep(0.05)
     assert case.overdue.empty()

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from services.gateway.errors import ApiError, from_info
-from shared.protocol.records import Accepted, Claimed, Ended, ErrorInfo, HandedBack, Tokens, Usage
+from shared.protocol.records import Accepted, Claimed, Ended, ErrorInfo, HandedBack, TokenLogprobs, Tokens, Usage
 from shared.protocol.status import InstanceStatus
 from shared.protocol.streams import STREAMS
 from shared.protocol.subjects import (
@@ -29,6 +29,7 @@ STRUCTS: tuple[type[msgspec.Struct], ...] = (
     Claimed,
     HandedBack,
     Tokens,
+    TokenLogprobs,
     Ended,
     Usage,
     ErrorInfo,
@@ -54,7 +55,8 @@ def _type(field: dict[str, Any]) -> str:
     if "$ref" in field:
         return str(field["$ref"]).rpartition("/")[2]
     if field.get("type") == "array":
-        return f"list of {_type(field['items'])}"
+        pair = field.get("prefixItems")
+        return f"[{', '.join(map(_type, pair))}]" if pair else f"list of {_type(field['items'])}"
     if field.get("type") == "object":
         return f"object of {_type(field['additionalProperties'])}"
     return str(field["type"])

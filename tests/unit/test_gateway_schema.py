@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.gateway.call import GenerationCall, Messages, TokenIds
 from services.gateway.errors import ApiError
-from services.gateway.openai_schema import GenerationCall, Messages, TokenIds, parse_call, parse_json
+from services.gateway.openai_schema import parse_call, parse_json
 from shared.protocol.records import Api
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -25,7 +26,8 @@ json_values = st.recursive(
 known = sorted(
     {"model", "messages", "prompt", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p"}
     | {"seed", "stop", "stop_token_ids", "ignore_eos", "stream", "stream_options", "user", "speculation", "priority"}
-    | {"n", "tools", "logprobs", "response_format", "logit_bias", "metadata", "echo", "suffix"}
+    | {"n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens"}
+    | {"logprobs", "top_logprobs", "tools", "response_format", "metadata", "echo", "suffix"}
 )
 
 
@@ -85,10 +87,20 @@ def test_any_json_object_is_a_call_or_a_400_that_names_a_field_of_it(api: Api, f
         assert 0 <= call.temperature <= 2
         assert 0 < call.top_p <= 1
         assert call.seed is None or 0 <= call.seed < 2**63
+        assert 1 <= call.n <= 128
+        assert call.choices == call.n * len(call.prompts)
+        assert -2 <= call.presence_penalty <= 2
+        assert -2 <= call.frequency_penalty <= 2
+        assert 0 < call.repetition_penalty <= 2
+        assert call.min_tokens >= 0
+        assert call.logprobs is None or 0 <= call.logprobs <= (20 if api == "chat" else 5)
+        assert all(type(token_id) is int and -100 <= bias <= 100 for token_id, bias in call.logit_bias.items())
 
 
 NEUTRAL = {
     "n": 1,
+    "best_of": 1,
+    "min_tokens": 0,
     "presence_penalty": 0,
     "frequency_penalty": 0.0,
     "logit_bias": {},
@@ -107,7 +119,7 @@ NEUTRAL = {
 
 
 @given(st.sets(st.sampled_from(sorted(NEUTRAL))), st.booleans())
-def test_neutral_values_of_unsupported_parameters_change_nothing(names: set[str], null: bool) -> None:
+def test_neutral_values_change_nothing_and_not_even_the_digest(names: set[str], null: bool) -> None:
     fields = {name: None if null else NEUTRAL[name] for name in names}
     assert parse_call({**CHAT, **fields}, "chat") == parse_call(CHAT, "chat")
 
@@ -115,11 +127,7 @@ def test_neutral_values_of_unsupported_parameters_change_nothing(names: set[str]
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("n", 2),
-        ("n", True),
-        ("presence_penalty", 0.1),
-        ("logit_bias", {"5": 1}),
-        ("logprobs", True),
+        ("best_of", 2),
         ("tools", [{}]),
         ("tool_choice", "required"),
         ("response_format", {"type": "json_object"}),
@@ -149,16 +157,95 @@ def test_an_answer_sent_back_as_it_came_is_accepted() -> None:
         "audio": None,
     }
     call = parse_call({**CHAT, "messages": [*CHAT["messages"], answer]}, "chat")
-    assert call.prompt == Messages([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x"}])
+    assert call.prompts == (Messages([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x"}]),)
 
 
-def test_prompts_of_one_are_unwrapped_and_several_refused() -> None:
-    assert parse_call({**TEXT, "prompt": ["x"]}, "completion").prompt == "x"
-    assert parse_call({**TEXT, "prompt": [5, 6]}, "completion").prompt == TokenIds([5, 6])
-    assert parse_call({**TEXT, "prompt": [[5, 6]]}, "completion").prompt == TokenIds([5, 6])
-    several: list[Any] = [["a", "b"], [[1], [2]], [1, "a"], [True], [[]], [""], [], "", 5, {}]
-    for prompt in several:
-        assert refusal({**TEXT, "prompt": prompt}, "completion").param == "prompt"
+@pytest.mark.parametrize(
+    ("prompt", "wanted"),
+    [
+        ("x", ("x",)),
+        (["x"], ("x",)),
+        (["a", "b", "a"], ("a", "b", "a")),
+        ([5, 6], (TokenIds([5, 6]),)),
+        ([[5, 6]], (TokenIds([5, 6]),)),
+        ([[5], [6, 7]], (TokenIds([5]), TokenIds([6, 7]))),
+    ],
+)
+def test_a_prompt_is_one_or_several_texts_or_lists_of_ids(prompt: object, wanted: object) -> None:
+    assert parse_call({**TEXT, "prompt": prompt}, "completion").prompts == wanted
+    assert parse_call({**TEXT, "prompt": prompt, "n": 2}, "completion").choices == 2 * len(prompt_list(wanted))
+
+
+def prompt_list(wanted: object) -> tuple[object, ...]:
+    assert isinstance(wanted, tuple)
+    return wanted
+
+
+@pytest.mark.parametrize(
+    "prompt", [[1, "a"], ["a", [1]], [[1], "a"], ["a", 1], [True], [[True]], [[]], ["a", ""], [[1], []], [], "", 5, {}]
+)
+def test_any_other_prompt_is_refused(prompt: object) -> None:
+    assert refusal({**TEXT, "prompt": prompt}, "completion").param == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("api", "fields", "param"),
+    [
+        ("chat", {"n": 0}, "n"),
+        ("chat", {"n": 129}, "n"),
+        ("chat", {"n": True}, "n"),
+        ("chat", {"n": 1.0}, "n"),
+        ("chat", {"n": 2, "best_of": 3}, "best_of"),
+        ("chat", {"best_of": 0}, "best_of"),
+        ("chat", {"presence_penalty": 2.1}, "presence_penalty"),
+        ("chat", {"presence_penalty": "1"}, "presence_penalty"),
+        ("chat", {"frequency_penalty": -2.1}, "frequency_penalty"),
+        ("chat", {"frequency_penalty": True}, "frequency_penalty"),
+        ("chat", {"repetition_penalty": 0}, "repetition_penalty"),
+        ("chat", {"repetition_penalty": -1}, "repetition_penalty"),
+        ("chat", {"repetition_penalty": 2.5}, "repetition_penalty"),
+        ("chat", {"min_tokens": -1}, "min_tokens"),
+        ("chat", {"min_tokens": 1.5}, "min_tokens"),
+        ("chat", {"logit_bias": [5]}, "logit_bias"),
+        ("chat", {"logit_bias": {"5": 101}}, "logit_bias"),
+        ("chat", {"logit_bias": {"5": -100.5}}, "logit_bias"),
+        ("chat", {"logit_bias": {"5": None}}, "logit_bias"),
+        ("chat", {"logit_bias": {"5": True}}, "logit_bias"),
+        ("chat", {"logit_bias": {"5": "1"}}, "logit_bias"),
+        ("chat", {"logit_bias": {"-5": 1}}, "logit_bias"),
+        ("chat", {"logit_bias": {"05": 1}}, "logit_bias"),
+        ("chat", {"logit_bias": {" 5": 1}}, "logit_bias"),
+        ("chat", {"logit_bias": {"five": 1}}, "logit_bias"),
+        ("chat", {"logit_bias": {"": 1}}, "logit_bias"),
+        ("chat", {"logit_bias": {"\u0665": 1}}, "logit_bias"),
+        ("chat", {"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
+        ("chat", {"logprobs": 1}, "logprobs"),
+        ("chat", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ("chat", {"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ("chat", {"top_logprobs": 2}, "top_logprobs"),
+        ("chat", {"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
+        ("completion", {"logprobs": 6}, "logprobs"),
+        ("completion", {"logprobs": True}, "logprobs"),
+        ("completion", {"top_logprobs": 1}, "top_logprobs"),
+        ("completion", {"n": 2, "best_of": 1}, "best_of"),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused_by_name(api: Api, fields: dict[str, Any], param: str) -> None:
+    error = refusal({**(CHAT if api == "chat" else TEXT), **fields}, api)
+    assert (error.status, error.param) == (400, param)
+
+
+def test_the_values_at_the_bounds_are_taken() -> None:
+    bias = {str(i): (-100, 100.0)[i % 2] for i in range(300)}
+    fields = {"n": 3, "best_of": 3, "presence_penalty": -2, "frequency_penalty": 2, "repetition_penalty": 2}
+    call = parse_call({**CHAT, **fields, "logit_bias": bias, "min_tokens": 7, "logprobs": True}, "chat")
+    assert (call.n, call.choices, call.presence_penalty, call.frequency_penalty) == (3, 3, -2.0, 2.0)
+    assert (call.repetition_penalty, call.min_tokens, call.logprobs) == (2.0, 7, 0)
+    assert call.logit_bias == {i: (-100.0, 100.0)[i % 2] for i in range(300)}
+    assert parse_call({**CHAT, "logprobs": True, "top_logprobs": 20}, "chat").logprobs == 20
+    assert parse_call({**TEXT, "logprobs": 5}, "completion").logprobs == 5
+    assert parse_call({**TEXT, "logprobs": 0}, "completion").logprobs == 0
+    assert parse_call(TEXT, "completion").logprobs is None
 
 
 def test_both_names_of_the_output_limit_work_and_may_not_differ() -> None:
@@ -177,13 +264,37 @@ def test_the_digest_tells_what_decides_the_output_from_what_does_not() -> None:
         {"user": "u"},
         {"priority": "low"},
         {"n": 1},
+        {"best_of": 1},
+        {"logit_bias": {}},
         {"temperature": None},
     ]
     for fields in same:
         assert parse_call({**CHAT, **fields}, "chat").digest == digest
-    other: list[dict[str, Any]] = [{"seed": 1}, {"temperature": 0}, {"max_tokens": 5}, {"stop": "x"}]
+    other: list[dict[str, Any]] = [
+        {"seed": 1},
+        {"temperature": 0},
+        {"max_tokens": 5},
+        {"stop": "x"},
+        {"n": 2},
+        {"presence_penalty": 1},
+        {"frequency_penalty": 1},
+        {"repetition_penalty": 1.1},
+        {"logit_bias": {"5": 1}},
+        {"logit_bias": {"5": 0}},
+        {"min_tokens": 1},
+        {"logprobs": True},
+        {"logprobs": True, "top_logprobs": 1},
+    ]
     digests = {parse_call({**CHAT, **fields}, "chat").digest for fields in other}
     assert len(digests | {digest}) == len(other) + 1
+    texts: list[dict[str, Any]] = [
+        {},
+        {"logprobs": 0},
+        {"logprobs": 1},
+        {"prompt": ["hi", "hi"]},
+        {"prompt": ["hi", "x"]},
+    ]
+    assert len({parse_call({**TEXT, **fields}, "completion").digest for fields in texts}) == len(texts)
 
 
 def test_a_refusal_never_quotes_the_prompt() -> None:
