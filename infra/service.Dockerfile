@@ -13,10 +13,23 @@ WORKDIR /build
 # The pattern matches nothing where no wheels were collected.
 COPY pyproject.toml constraints.txt wheels* ./
 # The project itself is empty here: only what it depends on is installed, and code changes do not repeat it.
-RUN sed -i '/^readme/d' pyproject.toml \
+RUN sed -i '/^readme/d; s/, "ziglang[^"]*"//' pyproject.toml \
  && python -m venv /venv \
  && /venv/bin/pip install --no-cache-dir --disable-pip-version-check --find-links . ${PIP_OPTIONS} \
     --constraint constraints.txt ".[${EXTRAS}]"
+
+# The engine's CPU kernels, for the stages that compute.
+FROM ${PYTHON_IMAGE} AS kernels
+ARG EXTRAS
+ARG PIP_OPTIONS=
+WORKDIR /build
+COPY constraints.txt wheels* ./
+COPY shared/engine/kernels kernels
+RUN mkdir /kernels \
+ && case "${EXTRAS}" in prefill | decode | draft) \
+    pip install --no-cache-dir --disable-pip-version-check --find-links . ${PIP_OPTIONS} --constraint constraints.txt \
+      --target /compiler ziglang \
+    && PYTHONPATH=/compiler python kernels/build.py /kernels ;; esac
 
 FROM ${PYTHON_IMAGE}
 RUN useradd --system --uid 10001 --create-home headrace && install -d -o headrace /models
@@ -24,6 +37,7 @@ COPY --from=packages /venv /venv
 WORKDIR /app
 COPY infra/entrypoint.sh infra/healthcheck.py /usr/local/bin/
 COPY shared shared
+COPY --from=kernels /kernels shared/engine/kernels
 ARG STAGE
 COPY services/__init__.py services/
 COPY services/${STAGE} services/${STAGE}

@@ -38,8 +38,8 @@ class EngineSettings(CommonSettings):
     """What the services that run a model need besides."""
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is one")
-    dtype: Literal["auto", "fp32", "fp16-packed", "bf16"] = Field(
-        "auto", description="auto: fp16-packed products on CPU, bf16 on CUDA"
+    dtype: Literal["auto", "fp32", "fp16-packed", "int8", "bf16"] = Field(
+        "auto", description="auto: fp16-packed products on CPU, bf16 on CUDA; int8 is quicker on CPU and less exact"
     )
     threads: int = Field(1, ge=1, description="Compute threads of this process; more than one core each is 10x slower")
     block_tokens: int = Field(32, ge=8, le=256, description="Tokens in a KV block; the same in every worker")

@@ -6,15 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Dtype = Literal["fp16-packed", "fp32", "bf16"]
+Dtype = Literal["fp16-packed", "int8", "fp32", "bf16"]
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """`dtype` names the path of the matrix products: on CPU `fp16-packed` or `fp32`, on CUDA `bf16` or `fp32`.
+    """`dtype` names the path of the matrix products: on CPU `fp16-packed`, `int8` or `fp32`, on CUDA `bf16` or `fp32`.
+    `attention` chooses who attends: kernels of ours (CPU only), plain torch operations, or what suits the device.
 
     `max_batch_tokens` bounds the tokens of one forward, `max_running` the sequences that take part in a step,
     `max_draft_tokens` the drafted rows of one sequence in a step, `kv_memory_bytes` the memory of the paged cache.
+    `prefix_caching` keeps the blocks of ended sequences for those that begin alike, until others need the room.
     """
 
     model_path: Path
@@ -23,11 +25,13 @@ class EngineConfig:
     kv_memory_bytes: int
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: Dtype = "fp16-packed"
+    attention: Literal["auto", "kernels", "torch"] = "auto"
     threads: int = 1
     block_tokens: int = 32
     max_batch_tokens: int = 256
     max_running: int = 16
     max_draft_tokens: int = 8
+    prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         """Raises ValueError, naming the field."""
@@ -41,6 +45,8 @@ class EngineConfig:
                 f"max_batch_tokens ({self.max_batch_tokens}) must be at least max_running ({self.max_running}), "
                 "else some sequences would never decode"
             )
-        allowed = {"cpu": ("fp16-packed", "fp32"), "cuda": ("bf16", "fp32")}[self.device]
+        if self.attention == "kernels" and self.device != "cpu":
+            raise ValueError("attention 'kernels' runs on cpu only; use 'auto'")
+        allowed = {"cpu": ("fp16-packed", "int8", "fp32"), "cuda": ("bf16", "fp32")}[self.device]
         if self.dtype not in allowed:
             raise ValueError(f"dtype {self.dtype!r} does not run on {self.device}; choose from {', '.join(allowed)}")

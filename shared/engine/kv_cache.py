@@ -19,29 +19,19 @@ _PAGE = 4096
 class KVCache:
     """One tensor `[num_blocks, 2 (K, V), layers, block_tokens, kv_heads, head_dim]`, each block contiguous.
 
-    Attention addresses it as rows. A token's *token row* is its index in the cache seen as
-    `[num_blocks * 2 * layers * block_tokens, kv_heads * head_dim]` for layer 0's K; the views below are shifted, so
-    that the same index finds the K or V of any layer. Reads take `read_tokens` neighbouring tokens at once: the
-    *read row* of a token is `token_row // read_tokens`.
+    A token's *token row* is its index in the cache seen as `[num_blocks * 2 * layers * block_tokens, kv_heads *
+    head_dim]` for layer 0's K; the K or V of another layer lies a fixed number of rows behind it.
     """
 
-    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device, *, read_tokens: int) -> None:
-        """`read_tokens` must divide the layout's block length."""
+    def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
         self.num_blocks = num_blocks
+        self.layers = layout.layers
         self.block_tokens = layout.block_tokens
         self.kv_heads = layout.kv_heads
         self.head_dim = layout.head_dim
         shape = (num_blocks, 2, layout.layers, layout.block_tokens, layout.kv_heads, layout.head_dim)
         self.data = _zeros(shape, getattr(torch, layout.kv_dtype), device)
         self.rows_per_block = 2 * layout.layers * layout.block_tokens
-        token_rows = self.data.view(num_blocks * self.rows_per_block, layout.kv_heads * layout.head_dim)
-        read_rows = token_rows.view(-1, read_tokens * layout.kv_heads * layout.head_dim)
-        self.read_tokens = read_tokens
-        shifts = [
-            [(kv * layout.layers + layer) * layout.block_tokens for layer in range(layout.layers)] for kv in (0, 1)
-        ]
-        self.write_k, self.write_v = ([token_rows[s:] for s in shifts[kv]] for kv in (0, 1))
-        self.read_k, self.read_v = ([read_rows[s // read_tokens :] for s in shifts[kv]] for kv in (0, 1))
 
     def clear(self, block_ids: list[int]) -> None:
         """Zero the blocks, so that no value of an earlier holder (a NaN, say) can reach a new one."""

@@ -11,15 +11,18 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from shared.engine.activations import replace_activations
 from shared.engine.attention import ATTENTION_NAME, register
+from shared.engine.attention_check import AttentionShape, check_attention
 from shared.engine.config import EngineConfig
 from shared.engine.errors import UnsupportedModel
+from shared.engine.experts import replace_experts
 from shared.engine.norms import replace_norms
-from shared.engine.packed_linear import replace_linears
+from shared.engine.packed_linear import linear_maker, replace_linears
 from shared.engine.rotary import replace_rotary
 from shared.protocol.blocks import KVLayout
 
@@ -44,9 +47,10 @@ def load_model(config: EngineConfig) -> LoadedModel:
     register()
     try:
         hf_config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise UnsupportedModel(f"no usable model configuration in {path}: {_one_line(error)}") from error
     _check_config(hf_config)
+    shape = _attention_shape(hf_config)
     dtype = torch.bfloat16 if config.dtype == "bf16" else torch.float32
     transformers.utils.logging.disable_progress_bar()
     try:
@@ -55,29 +59,35 @@ def load_model(config: EngineConfig) -> LoadedModel:
             config=hf_config,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
+            experts_implementation="eager",
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+            raise UnsupportedModel(
+                f"model type {hf_config.model_type!r} does not use Transformers' attention interface"
+            ) from error
         raise UnsupportedModel(f"cannot load {path}: {_one_line(error)}") from error
     module = module.eval().requires_grad_(False)
     text = hf_config.get_text_config(decoder=True)
     with torch.inference_mode(False), torch.no_grad():
+        check_attention(module, str(hf_config.model_type), shape)
+        _make_experts_exact(module, config, hf_config)
         if config.device == "cpu":
-            replace_linears(module, packed=config.dtype == "fp16-packed")
+            replace_linears(module, linear_maker(config.dtype))
             replace_norms(module)
             replace_activations(module)
-        replace_rotary(module, str(hf_config.model_type))
+        positions = replace_rotary(module, str(hf_config.model_type), shape.positions)
     module = module.to(config.device)
-    query_heads = int(text.num_attention_heads)
     layout = KVLayout(
         model=config.model_name,
         fingerprint=config.fingerprint,
-        kv_dtype="bfloat16" if config.dtype == "bf16" else "float32",
-        layers=int(text.num_hidden_layers),
-        kv_heads=int(getattr(text, "num_key_value_heads", None) or query_heads),
-        head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // query_heads),
+        kv_dtype=_kv_dtype(config),
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
         block_tokens=config.block_tokens,
         rope=_canonical_rope(text),
         numerics=f"{config.device}/{config.dtype}",
@@ -85,9 +95,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
     return LoadedModel(
         module=module,
         layout=layout,
-        query_heads=query_heads,
+        query_heads=shape.query_heads,
         vocab_size=int(text.vocab_size),
-        context_length=int(text.max_position_embeddings),
+        context_length=positions,
         eos_token_ids=_eos_token_ids(config, hf_config),
     )
 
@@ -97,15 +107,44 @@ def _check_config(config: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"model type {kind!r} is an encoder-decoder; only decoder-only models are served")
     text = config.get_text_config(decoder=True)
-    for name in _EXPERT_FIELDS:
-        if (getattr(text, name, None) or 0) > 1:
-            raise UnsupportedModel(
-                f"model type {kind!r} is a mixture of experts: the rows that an expert sees depend on the batch"
-            )
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModel(f"model type {kind!r} with quantized weights is not served; give unquantized ones")
     if getattr(text, "max_position_embeddings", None) is None:
         raise UnsupportedModel(f"model type {kind!r} does not say how many positions it has")
+
+
+def _attention_shape(config: Any) -> AttentionShape:
+    """Raises UnsupportedModel where the layers have no such shape in common."""
+    text = config.get_text_config(decoder=True)
+    try:
+        query_heads = int(text.num_attention_heads)
+        return AttentionShape(
+            layers=int(text.num_hidden_layers),
+            query_heads=query_heads,
+            kv_heads=int(getattr(text, "num_key_value_heads", None) or query_heads),
+            head_dim=int(getattr(text, "head_dim", None) or text.hidden_size // query_heads),
+            positions=int(text.max_position_embeddings),
+        )
+    except (AttributeError, RuntimeError, TypeError) as error:
+        kind = config.model_type
+        raise UnsupportedModel(
+            f"model type {kind!r} does not give all layers attention heads of one shape: {_one_line(error)}"
+        ) from error
+
+
+def _make_experts_exact(module: nn.Module, config: EngineConfig, hf_config: Any) -> None:
+    """Raises UnsupportedModel for a mixture of experts that is not understood."""
+    kind, text = hf_config.model_type, hf_config.get_text_config(decoder=True)
+    replaced = replace_experts(module, kind, linear_maker(config.dtype), torch.device(config.device))
+    if not replaced and any((getattr(text, name, None) or 0) > 1 for name in _EXPERT_FIELDS):
+        raise UnsupportedModel(f"model type {kind!r} is a mixture of experts of a kind that is not served")
+
+
+def _kv_dtype(config: EngineConfig) -> str:
+    """The KV cache is as exact as the weights; plain torch attention on CPU computes in what it reads."""
+    if config.dtype == "bf16":
+        return "bfloat16"
+    return "float32" if config.dtype == "fp32" or config.attention == "torch" else "float16"
 
 
 def _canonical_rope(config: Any) -> str:

@@ -1,9 +1,15 @@
-"""Linear layers for few rows on CPU: fp16 weights in fbgemm's packed form, and siblings fused into one product."""
+"""Linear layers for few rows on CPU: fp16 or int8 weights in fbgemm's packed form, and siblings as one product."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import nn
+
+from shared.engine.kernels import library
 
 _GROUPS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
@@ -27,12 +33,71 @@ class PackedLinear(nn.Module):
         return self._product(x, self._packed)  # type: ignore[no-any-return]
 
 
+class Int8Linear(nn.Module):
+    """`x @ weight.T + bias` with 8-bit weights (one scale for each output) and 8-bit inputs (one scale for each row).
+
+    The products are summed as integers, so they are exact, and a row's scale is its own: nothing depends on neighbours.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+        self._packed = _pack_int8(weight)
+        self._levels = input_levels()
+        self._product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default._op
+        kernels = library()
+        self._unit_rows, self._scale_rows = kernels.hr_unit_rows, kernels.hr_scale_rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features], fp32."""
+        x = x.contiguous()
+        rows = x.numel() // self.in_features
+        unit, scales = torch.empty_like(x), torch.empty(rows)
+        self._unit_rows(x.data_ptr(), unit.data_ptr(), scales.data_ptr(), rows, self.in_features)
+        out: torch.Tensor = self._product(unit, 1 / self._levels, _zero_point(self._levels), self._packed)
+        bias = None if self._bias is None else self._bias.data_ptr()
+        self._scale_rows(out.data_ptr(), scales.data_ptr(), bias, rows, self.out_features)
+        return out
+
+
+def _pack_int8(weight: torch.Tensor) -> torch.ScriptObject:
+    weight = weight.detach().float().contiguous()
+    scales = (weight.abs().amax(1) / 127).clamp_(min=torch.finfo(torch.float32).tiny).double()
+    zeros = torch.zeros(len(weight), dtype=torch.long)
+    with warnings.catch_warnings():  # torch announces that this will go some day; the versions are pinned
+        warnings.simplefilter("ignore", UserWarning)
+        quantized = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
+    packed: torch.ScriptObject = torch.ops.quantized.linear_prepack(quantized, None)
+    return packed
+
+
+def _zero_point(levels: int) -> int:
+    """Unsigned inputs stand for signed ones around the middle of what the kernel takes."""
+    return levels + 1
+
+
+@cache
+def input_levels() -> int:
+    """Into how many steps an input's magnitude is cut: 127, or 63 where the processor's 8-bit products overflow.
+
+    Without VNNI instructions they add pairs in 16 bits, which large inputs and weights exceed; seen by a trial.
+    """
+    torch.backends.quantized.engine = "fbgemm"
+    size = 64
+    packed = _pack_int8(torch.ones(size, size))
+    product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+    exact = bool((product(torch.ones(4, size), 1 / 127, _zero_point(127), packed) > size - 1e-3).all())
+    return 127 if exact else 63
+
+
 class FusedPart(nn.Module):
     """Stands where one of several siblings stood. The first one called with an input computes for all of them."""
 
     def __init__(self, first: FusedPart | None, index: int, product: nn.Module, widths: list[int]) -> None:
         """`first` is the part of index 0, which holds the product; None when this is it."""
         super().__init__()
+        self.width = widths[index]
         self._index = index
         self._widths = widths
         self._last = index == len(widths) - 1
@@ -64,20 +129,29 @@ def _as_linear(module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | 
     return None
 
 
-def replace_linears(model: nn.Module, *, packed: bool) -> None:
-    """Fuse sibling projections and, when `packed`, hold every linear layer's weight as packed fp16."""
-    if packed:
+MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], nn.Module]
+"""(weight [out, in], bias or None) -> a module that computes `x @ weight.T + bias`."""
+
+
+def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
+    """The weights as they are."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return linear
+
+
+def linear_maker(dtype: str) -> MakeLinear:
+    """How linear layers are held under an EngineConfig's `dtype`."""
+    if dtype in ("fp16-packed", "int8"):
         torch.backends.quantized.engine = "fbgemm"
+    makers: dict[str, MakeLinear] = {"fp16-packed": PackedLinear, "int8": Int8Linear}
+    return makers.get(dtype, plain_linear)
 
-    def make(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
-        if packed:
-            return PackedLinear(weight, bias)
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
-        linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
-        if bias is not None:
-            linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
-        return linear
 
+def replace_linears(model: nn.Module, make: MakeLinear) -> None:
+    """Fuse sibling projections, and hold every linear layer's weight as `make` does."""
     for parent in list(model.modules()):
         children = dict(parent.named_children())
         for names in _GROUPS:
@@ -96,7 +170,7 @@ def replace_linears(model: nn.Module, *, packed: bool) -> None:
                 setattr(parent, name, part)
                 del children[name]
         for name, child in children.items():
-            linear = _as_linear(child) if packed else None
+            linear = _as_linear(child) if make is not plain_linear else None
             if linear is not None:
                 weight, bias = linear
-                setattr(parent, name, PackedLinear(weight, bias.detach() if bias is not None else None))
+                setattr(parent, name, make(weight, bias.detach() if bias is not None else None))

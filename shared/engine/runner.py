@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -14,46 +13,57 @@ from numpy.typing import NDArray
 from torch import nn
 
 from shared.engine.activations import UniformActivation
-from shared.engine.attention import BATCH_KEY, attend
-from shared.engine.batch import TILE_TOKENS, Batch, BatchBuilder, QueryGroup, SafeSizes, SequenceRows
+from shared.engine.attention import BATCH_KEY
+from shared.engine.batch import AttentionBackend, Batch, BatchBuilder, SafeSizes, SequenceRows
 from shared.engine.config import EngineConfig
 from shared.engine.direct_calls import call_directly
 from shared.engine.errors import EngineError, NumericsError, UnsupportedModel
+from shared.engine.fused_layer import FusedDecoderLayer, is_fusable
+from shared.engine.kernel_attention import KernelAttention
 from shared.engine.kv_cache import KVCache
 from shared.engine.loader import LoadedModel, load_model
-from shared.engine.norms import FusedRMSNorm
-from shared.engine.packed_linear import FusedPart, PackedLinear
+from shared.engine.norms import KernelRMSNorm
+from shared.engine.packed_linear import FusedPart, Int8Linear, PackedLinear
 from shared.engine.rotary import RotaryTable
-from shared.engine.row_safety import VARIANTS, Probe, SafeSize, bits, safe_rows
+from shared.engine.row_safety import VARIANTS, Probe, safe_rows
+from shared.engine.torch_attention import TorchAttention
 from shared.protocol.blocks import KVLayout
 
 _TRIAL_TOKENS = 53
 """Length of the first, checking forward. A prime, so that it is found in shapes; the row probes rely on that."""
 
-_REFERENCE_CONTEXT = 8192
-"""Context length, if the model has as many positions, to which the others are compared."""
+_FUSION_TOLERANCE = {"fp32": 1e-4, "fp16-packed": 1e-3, "int8": 5e-2}
+"""Largest difference between a layer and its fused form, relative to the largest output, by dtype. A part that is
+missing or exchanged gives differences of the size of the output."""
+
+
+@dataclass
+class _Trial:
+    """What the first forward showed: every kind of layer of rows, and the input and output of each decoder layer."""
+
+    kinds: dict[tuple[Any, ...], tuple[nn.Module, torch.Size]] = field(default_factory=dict)
+    layers: dict[nn.Module, tuple[torch.Tensor, dict[str, Any], torch.Tensor]] = field(default_factory=dict)
 
 
 class ModelRunner:
     """Owns weights and KV cache. `forward` is the only thing that computes; it must be called from one thread."""
 
-    def __init__(self, model: LoadedModel, num_blocks: int) -> None:
+    def __init__(self, model: LoadedModel, num_blocks: int, config: EngineConfig) -> None:
         self.model = model
+        self._config = config
         self._device = next(model.module.parameters()).device
-        block_tokens = model.layout.block_tokens
-        self.cache = KVCache(model.layout, num_blocks, self._device, read_tokens=math.gcd(block_tokens, TILE_TOKENS))
-        query_rows = safe_rows("row count in attention", [self._attention_rows_probe(n) for n in (1, 3)])
-        context = SafeSize("context length", self._is_safe_context(query_rows.pad(4)), step=TILE_TOKENS)
-        trial = SafeSizes(rows=int, head_rows=int, query_rows=query_rows.pad, context=context.pad)
-        body, head = self._find_probes(BatchBuilder(self.cache, model.query_heads, trial))
-        safe = SafeSizes(
-            rows=safe_rows("row count", body).pad,
-            head_rows=safe_rows("row count in the head", head).pad,
-            query_rows=query_rows.pad,
-            context=context.pad,
-        )
-        self._builder = BatchBuilder(self.cache, model.query_heads, safe)
-        call_directly(model.module, (PackedLinear, FusedPart, FusedRMSNorm, UniformActivation))
+        self.cache = KVCache(model.layout, num_blocks, self._device)
+        self.attention = self._attention_backend()
+        trial, batch = self._run_trial()
+        head = model.module.get_output_embeddings()  # type: ignore[operator]
+        probes = {layer is head: [] for layer in (None, head)}  # type: dict[bool, list[Probe]]
+        for layer, shape in trial.kinds.values():
+            probes[layer is head].append(self._row_probe(layer, shape))
+        self.fused_layers = self._fuse_layers(trial, batch)
+        rows = safe_rows("row count", probes[False])
+        safe = SafeSizes(rows=rows.pad, head_rows=safe_rows("row count in the head", probes[True]).pad)
+        self._builder = BatchBuilder(self.attention, self._device, safe)
+        call_directly(model.module, (PackedLinear, Int8Linear, FusedPart, KernelRMSNorm, UniformActivation))
         self.layout = self._check_numerics()
 
     @classmethod
@@ -68,7 +78,7 @@ class ModelRunner:
                 f"{config.kv_memory_bytes} bytes hold {num_blocks} KV blocks of {model.layout.block_bytes} bytes; "
                 f"at least {needed} are needed"
             )
-        return cls(model, num_blocks)
+        return cls(model, num_blocks, config)
 
     @torch.inference_mode()
     def forward(self, sequences: list[SequenceRows]) -> NDArray[np.float32]:
@@ -91,23 +101,37 @@ class ModelRunner:
 
     # Proofs at load
 
+    def _attention_backend(self) -> AttentionBackend:
+        kernels = self._device.type == "cpu" and self._config.attention != "torch"
+        if kernels:
+            return KernelAttention(self.cache, self.model.query_heads, self._config.threads)
+        return TorchAttention(self.cache, self.model.query_heads, self.model.context_length)
+
     @torch.inference_mode()
-    def _find_probes(self, builder: BatchBuilder) -> tuple[list[Probe], list[Probe]]:
-        """Run a trial forward and make a row probe of each kind of layer that it passed: (body, head)."""
+    def _run_trial(self) -> tuple[_Trial, Batch]:
+        """One forward through all layers as they were loaded. Raises UnsupportedModel when they cannot be served."""
         module = self.model.module
+        trial = _Trial()
         head = module.get_output_embeddings()  # type: ignore[operator]
-        seen: dict[tuple[Any, ...], tuple[nn.Module, torch.Size]] = {}
 
         def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             x = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)), None)
             if x is None or not isinstance(output, torch.Tensor) or not x.is_floating_point():
                 return
             if list(x.shape).count(_TRIAL_TOKENS) == 1 and list(output.shape).count(_TRIAL_TOKENS) == 1:
-                seen.setdefault((type(layer), x.shape, output.shape, layer is head), (layer, x.shape))
+                trial.kinds.setdefault((type(layer), x.shape, output.shape, layer is head), (layer, x.shape))
+
+        def record_layer(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if len(args) == 1 and isinstance(output, torch.Tensor):
+                trial.layers[layer] = (args[0].clone(), kwargs, output.clone())
 
         skipped = (nn.Embedding, nn.Dropout, RotaryTable, FusedPart)
         leaves = [m for m in module.modules() if not any(True for _ in m.children()) and not isinstance(m, skipped)]
         hooks = [leaf.register_forward_hook(record, with_kwargs=True) for leaf in leaves]
+        if isinstance(self.attention, KernelAttention):
+            fusable = [m for m in module.modules() if is_fusable(m)]
+            hooks += [layer.register_forward_hook(record_layer, with_kwargs=True) for layer in fusable]
+        builder = BatchBuilder(self.attention, self._device, SafeSizes(rows=int, head_rows=int))
         try:
             batch = builder.build([self._trial_rows(0, _TRIAL_TOKENS, list(range(self._trial_blocks())))])
             batch.logit_rows = torch.arange(_TRIAL_TOKENS, device=self._device)
@@ -122,13 +146,31 @@ class ModelRunner:
         finally:
             for hook in hooks:
                 hook.remove()
-        if batch.layers_seen != self.model.layout.layers:
+        if len(batch.shapes_seen) != self.model.layout.layers:
             raise UnsupportedModel(
-                f"{type(module).__name__} has {self.model.layout.layers} layers but {batch.layers_seen} of them use "
-                "Transformers' attention interface"
+                f"{type(module).__name__} has {self.model.layout.layers} layers but {len(batch.shapes_seen)} of them "
+                "use Transformers' attention interface"
             )
-        body = [self._row_probe(layer, shape) for layer, shape in seen.values() if layer is not head]
-        return body, [self._row_probe(layer, shape) for layer, shape in seen.values() if layer is head]
+        return trial, batch
+
+    @torch.inference_mode()
+    def _fuse_layers(self, trial: _Trial, batch: Batch) -> int:
+        """Put a fused layer where one gives what the layer itself gave in the trial. Returns how many it replaced."""
+        if not isinstance(self.attention, KernelAttention):
+            return 0
+        fused = 0
+        for parent in list(self.model.module.modules()):
+            for name, layer in list(parent.named_children()):
+                if layer not in trial.layers:
+                    continue
+                x, kwargs, expected = trial.layers[layer]
+                number = int(layer.self_attn.layer_idx)  # type: ignore[union-attr, arg-type]
+                candidate = FusedDecoderLayer(layer, number, batch.shapes_seen[number], self.attention)
+                found = candidate(x, **kwargs)
+                if (found - expected).abs().max() <= _FUSION_TOLERANCE[self._config.dtype] * expected.abs().max():
+                    setattr(parent, name, candidate)
+                    fused += 1
+        return fused
 
     def _row_probe(self, layer: nn.Module, shape: torch.Size) -> Probe:
         """Feeds `layer` inputs of `shape`, except that the trial's token axis has as many rows as are probed."""
@@ -143,70 +185,12 @@ class ModelRunner:
             where = axis if out.shape[axis] == rows else list(out.shape).index(rows)
             return out.movedim(where, 0).reshape(rows, -1)
 
-        return Probe(probe, 1 if isinstance(layer, (nn.Linear, PackedLinear)) else VARIANTS)
-
-    def _attention_rows_probe(self, sequences: int) -> Probe:
-        """`attend` over two tiles of random K and V, the same for each of `sequences`."""
-        heads, dim, context = self.cache.kv_heads, self.cache.head_dim, 2 * TILE_TOKENS
-        q, k, v = (
-            self._random((VARIANTS, dim)),
-            self._random((1, context, heads, dim)),
-            self._random((1, context, heads, dim)),
-        )
-
-        def probe(variants: torch.Tensor) -> torch.Tensor:
-            rows = len(variants)
-            positions = (variants * 5 + TILE_TOKENS).to(self._device)
-            group = QueryGroup(
-                q_rows=variants.repeat(heads * sequences).to(self._device),
-                sequences=sequences,
-                rows=rows,
-                context=context,
-                visible=TILE_TOKENS,
-                row_positions=positions[None, :, None].expand(sequences, -1, -1),
-            )
-            tiled = [t.expand(sequences, -1, -1, -1).contiguous() for t in (k, v)]
-            out = attend(q, tiled[0], tiled[1], group, None, None).view(heads, sequences, rows, dim)
-            return out.movedim(2, 0).reshape(rows, -1)
-
-        return Probe(probe)
-
-    def _is_safe_context(self, rows: int) -> Callable[[int], bool]:
-        """Says whether attention over `context` tokens gives the bits that it gives over the reference length.
-
-        Keys beyond the shorter of both are hidden, so this tells whether hidden padding changes anything. The reference
-        depends on the model alone: all workers must agree.
-        """
-        heads, dim = min(2, self.cache.kv_heads), self.cache.head_dim
-        reference = -(-min(self.model.context_length, _REFERENCE_CONTEXT) // TILE_TOKENS) * TILE_TOKENS
-        known: list[torch.Tensor] = []
-
-        def run(context: int, positions: torch.Tensor) -> torch.Tensor:
-            group = QueryGroup(
-                q_rows=torch.arange(rows, device=self._device).repeat(heads),
-                sequences=1,
-                rows=rows,
-                context=context,
-                visible=0,
-                row_positions=positions[None, :, None],
-            )
-            beyond = (0, 0, 0, 0, 0, max(0, context - reference))
-            k, v = (nn.functional.pad(t[:, :context], beyond) for t in known[1:])
-            return attend(known[0], k, v, group, None, None)
-
-        def is_safe(context: int) -> bool:
-            if not known:
-                shape = (1, reference, heads, dim)
-                known.extend((self._random((rows, dim)), self._random(shape), self._random(shape)))
-            last = min(context, reference) - 1
-            positions = (last - 7 * torch.arange(rows, device=self._device)).clamp_(min=0)
-            return bool((bits(run(context, positions)) == bits(run(reference, positions))).all())
-
-        return is_safe
+        wide_product = isinstance(layer, (nn.Linear, PackedLinear, Int8Linear)) and layer.out_features >= VARIANTS
+        return Probe(probe, 1 if wide_product else VARIANTS)
 
     def _random(self, shape: tuple[int, ...]) -> torch.Tensor:
         generator = torch.Generator().manual_seed(20_24)
-        return torch.randn(shape, generator=generator).to(self._device, self.cache.data.dtype)
+        return torch.randn(shape, generator=generator).to(self._device)
 
     def _trial_blocks(self) -> int:
         return -(-_TRIAL_TOKENS // self.cache.block_tokens)

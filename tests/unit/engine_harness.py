@@ -24,11 +24,29 @@ CONFIGS = {
     "qwen3": transformers.Qwen3Config,
     "mistral": transformers.MistralConfig,
     "gemma2": transformers.Gemma2Config,
+    "gemma3": transformers.Gemma3TextConfig,
     "phi3": transformers.Phi3Config,
     "olmo2": transformers.Olmo2Config,
     "gpt_neox": transformers.GPTNeoXConfig,
     "gpt2": transformers.GPT2Config,
+    "mixtral": transformers.MixtralConfig,
+    "qwen2_moe": transformers.Qwen2MoeConfig,
+    "qwen3_moe": transformers.Qwen3MoeConfig,
+    "olmoe": transformers.OlmoeConfig,
 }
+
+_SPECIAL: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 8},
+    "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 11},
+    "gemma3": {"head_dim": 8, "query_pre_attn_scalar": 11, "layer_types": ["sliding_attention", "full_attention"]},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen2_moe": {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 37}
+    | {"shared_expert_intermediate_size": 51, "norm_topk_prob": False},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 37, "head_dim": 8}
+    | {"norm_topk_prob": True},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
+}
+"""Fields of single kinds, beside those that `tiny_model` gives to all."""
 
 EOS = "<|end|>"
 
@@ -64,8 +82,7 @@ def tiny_model(path: Path, kind: str = "llama", **changes: Any) -> Path:
         "bos_token_id": None,
         "pad_token_id": None,
     }
-    if kind in ("gemma2", "qwen3"):
-        fields["head_dim"] = 8
+    fields |= _SPECIAL.get(kind, {})
     if kind in ("gpt2", "gpt_neox"):
         del fields["num_key_value_heads"]
     torch.manual_seed(7)
@@ -131,7 +148,13 @@ def texts(steps: list[SequenceStep]) -> dict[str, str]:
 
 
 def load_runner(
-    path: Path, dtype: str, *, block_tokens: int = 16, threads: int = 1, kv_memory_bytes: int = 8 << 20
+    path: Path,
+    dtype: str,
+    *,
+    block_tokens: int = 16,
+    threads: int = 1,
+    kv_memory_bytes: int = 8 << 20,
+    attention: str = "auto",
 ) -> ModelRunner:
     return ModelRunner.load(
         EngineConfig(
@@ -142,6 +165,7 @@ def load_runner(
             dtype=dtype,  # type: ignore[arg-type]
             block_tokens=block_tokens,
             threads=threads,
+            attention=attention,  # type: ignore[arg-type]
         )
     )
 

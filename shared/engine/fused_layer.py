@@ -1,0 +1,91 @@
+"""Decoder layers of the Llama family in ten calls: else a small model's step on CPU is spent between its products.
+
+Layers are recognised by their parts and replaced only after the same input gave the same output. All others run through
+Transformers' own code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import nn
+
+from shared.engine.batch import AttentionShape, Batch
+from shared.engine.kernel_attention import KernelAttention
+from shared.engine.kernels import FLOAT_BYTES, library
+from shared.engine.norms import KernelRMSNorm
+from shared.engine.packed_linear import FusedPart
+
+
+class FusedDecoderLayer(nn.Module):
+    """`x += attention(norm(x))`, then `x += down(silu(gate) * up)` of `norm(x)`: pre-norm (Llama, Mistral, Qwen)."""
+
+    def __init__(self, layer: Any, number: int, shape: AttentionShape, backend: KernelAttention) -> None:
+        """`layer` has the parts that `is_fusable` asks for. Weights are shared with it, not copied."""
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self.attention_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.query_norm, self.key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+        self.qkv, self.output = attention.q_proj.product, attention.o_proj
+        self.gate_up, self.down = mlp.gate_proj.product, mlp.down_proj
+        self._attention = backend
+        cache = backend.layer_cache(number, shape)
+        self._cache = ctypes.addressof(cache)
+        self._head_dim = cache.head_dim
+        self._query_heads = cache.kv_heads * cache.share
+        self._kv_heads = cache.kv_heads
+        self._hidden = self.attention_norm.weight.numel()
+        self._inner = mlp.gate_proj.width
+        self._kernels = library()
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """[1, rows, hidden] -> the same tensor, changed. Keywords as a decoder layer of Transformers gets them."""
+        batch: Batch = kwargs["headrace_batch"]
+        cos, sin = kwargs["position_embeddings"]
+        kernels, x = self._kernels, hidden_states
+        rows, hidden = x.shape[1], self._hidden
+        x_at = x.data_ptr()
+        normed = torch.empty_like(x)
+        norm = self.attention_norm
+        kernels.hr_rms_norm(x_at, None, norm.weight.data_ptr(), norm.eps, normed.data_ptr(), rows, hidden)
+        out = self.output(self._attend(self.qkv(normed), cos, sin, batch, rows))
+        norm = self.mlp_norm
+        kernels.hr_rms_norm(x_at, out.data_ptr(), norm.weight.data_ptr(), norm.eps, normed.data_ptr(), rows, hidden)
+        gate_up = self.gate_up(normed)
+        inner = x.new_empty((1, rows, self._inner))
+        kernels.hr_silu_mul(gate_up.data_ptr(), inner.data_ptr(), rows, self._inner)
+        return x.add_(self.down(inner))
+
+    def _attend(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, rows: int) -> torch.Tensor:
+        """qkv [1, rows, (query_heads + 2 kv_heads) * head_dim] -> [1, rows, query_heads * head_dim]"""
+        kernels, head_dim = self._kernels, self._head_dim
+        width = qkv.shape[2]
+        q = qkv.data_ptr()
+        k = q + self._query_heads * head_dim * FLOAT_BYTES
+        v = k + self._kv_heads * head_dim * FLOAT_BYTES
+        for part, heads, norm in ((q, self._query_heads, self.query_norm), (k, self._kv_heads, self.key_norm)):
+            if norm is not None:
+                kernels.hr_norm_heads(part, norm.weight.data_ptr(), norm.eps, rows, width, heads, head_dim)
+        heads = self._query_heads + self._kv_heads
+        kernels.hr_rotate(q, cos.data_ptr(), sin.data_ptr(), rows, width, heads, head_dim, cos.shape[-1])
+        kernels.hr_write_kv(self._cache, batch.plan.address, k, v, width, head_dim)
+        out = qkv.new_zeros((1, rows, self._query_heads * head_dim))
+        self._attention.attend_stored(self._cache, batch.plan, q, width, head_dim, out.data_ptr())
+        return out
+
+
+def is_fusable(layer: nn.Module) -> bool:
+    """Whether the layer has the parts of a FusedDecoderLayer; what it does with them is for a trial to show."""
+    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
+    norms = [getattr(layer, name, None) for name in ("input_layernorm", "post_attention_layernorm")]
+    norms += [norm for name in ("q_norm", "k_norm") if (norm := getattr(attention, name, None)) is not None]
+    first, gate = getattr(attention, "q_proj", None), getattr(mlp, "gate_proj", None)
+    return (
+        all(isinstance(norm, KernelRMSNorm) for norm in norms)
+        and isinstance(first, FusedPart)
+        and isinstance(gate, FusedPart)
+        and isinstance(getattr(attention, "o_proj", None), nn.Module)
+        and isinstance(getattr(mlp, "down_proj", None), nn.Module)
+    )

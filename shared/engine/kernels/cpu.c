@@ -1,0 +1,523 @@
+/* What a decoder layer does beside its matrix products, on CPU: norms, rotary positions, paged attention, gated
+ * activations. Compiled when the package is installed; called through ctypes with plain addresses.
+ *
+ * Every function computes each row by itself, in an order that only the row decides: contraction is off, each fused
+ * multiply-add is written out, sums run over fixed lanes. So a row has the same bits beside any neighbours, and on any
+ * processor with fused multiply-add. Strides and sizes count floats. Nothing is allocated here.
+ */
+
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+#define CACHE_LINE 64
+#define PANEL 32       /* columns of a product that are computed together */
+#define KEY_TILE PANEL /* keys whose scores are computed together */
+#define VALUE_TILE 128 /* keys whose values are summed before they join the total; decides rounding */
+#define MAX_ROWS 96    /* query rows (token x head of one KV head) that share one pass over the cache */
+
+/* A register block: so many rows times so many vectors of a panel. Bits do not depend on it. */
+#ifdef __AVX512F__
+#define BLOCK_ROWS 12
+#define BLOCK_VECTORS 2
+#else
+#define BLOCK_ROWS 6
+#define BLOCK_VECTORS 1
+#endif
+
+typedef float vec __attribute__((vector_size(LANES * sizeof(float)), aligned(4)));
+typedef _Float16 hvec __attribute__((vector_size(LANES * sizeof(_Float16)), aligned(2)));
+typedef int32_t ivec __attribute__((vector_size(LANES * sizeof(int32_t)), aligned(4)));
+
+static inline int64_t less(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t more(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static inline vec load(const float *from) {
+    vec v;
+    memcpy(&v, from, sizeof v);
+    return v;
+}
+
+static inline void store(float *to, vec v) { memcpy(to, &v, sizeof v); }
+
+static inline vec fma_(vec a, vec b, vec c) { return __builtin_elementwise_fma(a, b, c); }
+
+static inline vec all(float x) { return (vec){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+
+static inline vec select(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
+
+/* The first `n` floats, zeros behind them. */
+static inline vec load_part(const float *from, int64_t n) {
+    vec v = {};
+    memcpy(&v, from, (size_t)n * sizeof(float));
+    return v;
+}
+
+/* The first `n` of a cached head's numbers from the d-th on, zeros behind them; stored in 16 bits if `half`. */
+static inline __attribute__((always_inline)) vec load_cached(const char *head, int64_t d, int64_t n, int half) {
+    if (!half) return n == LANES ? load((const float *)head + d) : load_part((const float *)head + d, n);
+    hvec h = {};
+    if (n == LANES) /* a constant size is one instruction */
+        memcpy(&h, (const _Float16 *)head + d, sizeof h);
+    else
+        memcpy(&h, (const _Float16 *)head + d, (size_t)n * sizeof(_Float16));
+    return __builtin_convertvector(h, vec);
+}
+
+/* Numbers beyond 16 bits become the largest there is, not infinite. */
+static inline hvec to_half(vec v) {
+    v = select(v > all(65504.0f), all(65504.0f), v);
+    v = select(v < all(-65504.0f), all(-65504.0f), v);
+    return __builtin_convertvector(v, hvec);
+}
+
+static inline float sum_lanes(vec v) {
+    float part[LANES];
+    store(part, v);
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; i++) part[i] += part[i + width];
+    return part[0];
+}
+
+static inline float max_lanes(vec v) {
+    float best = v[0];
+    for (int i = 1; i < LANES; i++)
+        if (!(v[i] <= best)) best = v[i]; /* keeps a NaN */
+    return best;
+}
+
+/* e^x to about 1 ulp: 2^n times a polynomial on [-ln 2 / 2, ln 2 / 2]. Below -87 it stays at e^-87; NaN stays NaN. */
+static inline vec exp_(vec x) {
+    x = select(x < all(-87.0f), all(-87.0f), x);
+    x = select(x > all(88.0f), all(88.0f), x);
+    const vec magic = all(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    vec n = fma_(x, all(1.44269504f), magic) - magic;
+    vec r = fma_(n, all(-0.693359375f), x);
+    r = fma_(n, all(2.12194440e-4f), r);
+    vec p = all(1.9875691500e-4f);
+    p = fma_(p, r, all(1.3981999507e-3f));
+    p = fma_(p, r, all(8.3334519073e-3f));
+    p = fma_(p, r, all(4.1665795894e-2f));
+    p = fma_(p, r, all(1.6666665459e-1f));
+    p = fma_(p, r, all(5.0000001201e-1f));
+    p = fma_(p * r, r, r) + all(1.0f);
+    ivec whole = __builtin_convertvector(select(x == x, n, all(0.0f)), ivec);
+    vec power = (vec)((whole + 127) << 23);
+    return p * power;
+}
+
+/* Root-mean-square norm (Zhang, Sennrich 2019). x, out: [rows, size]; out = x / sqrt(mean(x^2) + eps) * weight.
+ * With `delta`, [rows, size], x += delta comes first. */
+void hr_rms_norm(float *x, const float *delta, const float *weight, float eps, float *out, int64_t rows, int64_t size) {
+    int64_t whole = size - size % LANES, rest = size % LANES;
+    for (int64_t row = 0; row < rows; row++, x += size, out += size) {
+        vec sum = {};
+        if (delta) {
+            for (int64_t i = 0; i < whole; i += LANES) store(x + i, load(x + i) + load(delta + i));
+            for (int64_t i = whole; i < size; i++) x[i] += delta[i];
+            delta += size;
+        }
+        for (int64_t i = 0; i < whole; i += LANES) {
+            vec v = load(x + i);
+            sum = fma_(v, v, sum);
+        }
+        vec tail = load_part(x + whole, rest);
+        sum = fma_(tail, tail, sum);
+        float scale = 1.0f / __builtin_sqrtf(sum_lanes(sum) / (float)size + eps);
+        for (int64_t i = 0; i < whole; i += LANES) store(out + i, load(x + i) * all(scale) * load(weight + i));
+        for (int64_t i = whole; i < size; i++) out[i] = x[i] * scale * weight[i];
+    }
+}
+
+/* The same norm over each head, in place (Qwen 3). x: [rows, heads, head_dim] with `row_stride` between rows. */
+void hr_norm_heads(float *x, const float *weight, float eps, int64_t rows, int64_t row_stride, int64_t heads,
+                   int64_t head_dim) {
+    for (int64_t row = 0; row < rows; row++, x += row_stride)
+        for (int64_t head = 0; head < heads; head++)
+            hr_rms_norm(x + head * head_dim, 0, weight, eps, x + head * head_dim, 1, head_dim);
+}
+
+/* silu(gate) * up (Shazeer 2020). gate_up: [rows, 2 * size], out: [rows, size]. */
+void hr_silu_mul(const float *gate_up, float *out, int64_t rows, int64_t size) {
+    for (int64_t row = 0; row < rows; row++, gate_up += 2 * size, out += size)
+        for (int64_t i = 0; i < size; i += LANES) {
+            int64_t n = size - i < LANES ? size - i : LANES;
+            vec gate = load_part(gate_up + i, n), up = load_part(gate_up + size + i, n);
+            vec value = gate / (all(1.0f) + exp_(-gate)) * up;
+            memcpy(out + i, &value, (size_t)n * sizeof(float));
+        }
+}
+
+/* Scales each row to a largest magnitude of 1: out = x / scale, scales[row] = max |x| (1 for a row of zeros). */
+void hr_unit_rows(const float *x, float *out, float *scales, int64_t rows, int64_t size) {
+    for (int64_t row = 0; row < rows; row++, x += size, out += size) {
+        vec most = {};
+        for (int64_t i = 0; i < size; i += LANES) {
+            vec v = load_part(x + i, size - i < LANES ? size - i : LANES);
+            v = (vec)((ivec)v & 0x7fffffff);
+            most = select(v <= most, most, v); /* keeps a NaN */
+        }
+        float scale = max_lanes(most);
+        if (scale == 0.0f) scale = 1.0f;
+        scales[row] = scale;
+        vec inverse = all(1.0f / scale);
+        for (int64_t i = 0; i < size; i += LANES) {
+            int64_t n = size - i < LANES ? size - i : LANES;
+            vec v = load_part(x + i, n) * inverse;
+            memcpy(out + i, &v, (size_t)n * sizeof(float));
+        }
+    }
+}
+
+/* y[row] = y[row] * scales[row] + bias. y: [rows, size]; bias: [size] or null. */
+void hr_scale_rows(float *y, const float *scales, const float *bias, int64_t rows, int64_t size) {
+    for (int64_t row = 0; row < rows; row++, y += size)
+        for (int64_t i = 0; i < size; i += LANES) {
+            int64_t n = size - i < LANES ? size - i : LANES;
+            vec v = load_part(y + i, n) * all(scales[row]);
+            if (bias) v += load_part(bias + i, n);
+            memcpy(y + i, &v, (size_t)n * sizeof(float));
+        }
+}
+
+/* Rotary positions (Su et al. 2021), halves rotated against each other, in place. x: [rows, heads, head_dim] with
+ * `row_stride` between rows; cos, sin: [rows, rotary]; the first `rotary` numbers of a head turn. */
+void hr_rotate(float *x, const float *cos, const float *sin, int64_t rows, int64_t row_stride, int64_t heads,
+               int64_t head_dim, int64_t rotary) {
+    int64_t half = rotary / 2;
+    for (int64_t row = 0; row < rows; row++, x += row_stride, cos += rotary, sin += rotary)
+        for (int64_t head = 0; head < heads; head++) {
+            float *low = x + head * head_dim, *high = low + half;
+            for (int64_t i = 0; i < half; i += LANES) {
+                int64_t n = half - i < LANES ? half - i : LANES;
+                vec a = load_part(low + i, n), b = load_part(high + i, n);
+                vec new_a = a * load_part(cos + i, n) - b * load_part(sin + i, n);
+                vec new_b = b * load_part(cos + half + i, n) + a * load_part(sin + half + i, n);
+                memcpy(low + i, &new_a, (size_t)n * sizeof(float));
+                memcpy(high + i, &new_b, (size_t)n * sizeof(float));
+            }
+        }
+}
+
+/* c[rows][32] += a[rows][n] * b[n][32], the products of each element added in order. */
+static inline __attribute__((always_inline)) void multiply(int rows, const float *a, int64_t a_stride, const float *b,
+                                                           int64_t b_stride, int64_t n, float *c, int64_t c_stride) {
+    for (int column = 0; column < PANEL; column += BLOCK_VECTORS * LANES, c += BLOCK_VECTORS * LANES) {
+        vec sum[BLOCK_ROWS][BLOCK_VECTORS];
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < BLOCK_VECTORS; v++) sum[r][v] = load(c + r * c_stride + v * LANES);
+        const float *row = b + column;
+        for (int64_t k = 0; k < n; k++, row += b_stride) {
+            vec right[BLOCK_VECTORS];
+            for (int v = 0; v < BLOCK_VECTORS; v++) right[v] = load(row + v * LANES);
+            for (int r = 0; r < rows; r++) {
+                vec left = all(a[r * a_stride + k]);
+                for (int v = 0; v < BLOCK_VECTORS; v++) sum[r][v] = fma_(left, right[v], sum[r][v]);
+            }
+        }
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < BLOCK_VECTORS; v++) store(c + r * c_stride + v * LANES, sum[r][v]);
+    }
+}
+
+/* A constant number of rows keeps the sums in registers. */
+#define ROWS(n) \
+    case n: multiply(n, a, a_stride, b, b_stride, k, c, c_stride); break;
+
+static void multiply_block(int rows, const float *a, int64_t a_stride, const float *b, int64_t b_stride, int64_t k,
+                           float *c, int64_t c_stride) {
+    switch (rows) {
+        ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+#if BLOCK_ROWS > 6
+        ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+#endif
+    }
+}
+
+/* One layer's description, the same for every call of a model, and one batch's, the same for every layer. */
+typedef struct {
+    char *keys, *values; /* K and V of this layer in block 0; a block holds [block_tokens][kv_heads][head_dim] */
+    int64_t element_bytes; /* 4: fp32, 2: fp16 */
+    int64_t block_tokens, block_stride /* bytes */, kv_heads, head_dim, share; /* share: query heads of a KV head */
+    int64_t window; /* 0: none */
+    float scaling, softcap; /* 0: none */
+} layer_t;
+
+typedef struct {
+    const int64_t *sequences; /* [n, 4]: first row of the batch, new tokens, start position, offset into `blocks` */
+    const int64_t *blocks;
+    int64_t n;
+    float *scratch; /* one stretch for each thread */
+    int64_t scratch_stride;
+} batch_t;
+
+/* Query rows that share a pass over the cache: for each of `heads` KV heads from `head` on, rows [begin, begin + rows) of
+ * one sequence. Row r is new token r / share, query head r % share of the KV head. */
+typedef struct {
+    int64_t head, heads, begin, rows;
+} part_t;
+
+/* Where head `head` of `n` tokens from `first` on lies, given K or V of the layer. */
+static inline void find(const layer_t *layer, const int64_t *blocks, const char *kv, int64_t head, int64_t first,
+                        int64_t n, const char **rows) {
+    int64_t stride = layer->kv_heads * layer->head_dim * layer->element_bytes, inside = first % layer->block_tokens;
+    kv += head * layer->head_dim * layer->element_bytes;
+    blocks += first / layer->block_tokens;
+    const char *block = kv + *blocks * layer->block_stride;
+    for (int64_t k = 0; k < n; k++, inside++) {
+        if (inside == layer->block_tokens) inside = 0, block = kv + *++blocks * layer->block_stride;
+        rows[k] = block + inside * stride;
+    }
+}
+
+/* The vectors' numbers pairwise: a0 b0 a1 b1 ... from the lower or the upper halves. */
+static inline vec zip_low(vec a, vec b) {
+    return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+}
+
+static inline vec zip_high(vec a, vec b) {
+    return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+
+/* 16 rows of 16 numbers become columns: four rounds of zipping row i with row i + 8. */
+static inline void transpose(vec rows[LANES]) {
+    vec other[LANES];
+    for (int round = 0; round < 2; round++) {
+        for (int i = 0; i < LANES / 2; i++)
+            other[2 * i] = zip_low(rows[i], rows[i + 8]), other[2 * i + 1] = zip_high(rows[i], rows[i + 8]);
+        for (int i = 0; i < LANES / 2; i++)
+            rows[2 * i] = zip_low(other[i], other[i + 8]), rows[2 * i + 1] = zip_high(other[i], other[i + 8]);
+    }
+}
+
+/* Asks for all that `part` will read of the `n` tokens from `first` on, given K or V of the layer: memory is slower than
+ * what is done with its contents. */
+static inline void fetch(const layer_t *layer, const int64_t *blocks, const char *kv, const part_t *part, int64_t first,
+                         int64_t n) {
+    const char *rows[VALUE_TILE];
+    int64_t bytes = part->heads * layer->head_dim * layer->element_bytes;
+    if (n > 0) find(layer, blocks, kv, part->head, first, n, rows);
+    for (int64_t k = 0; k < n; k++)
+        for (int64_t i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(rows[k] + i, 0, 2);
+}
+
+/* n <= 32 keys, transposed: out [head_dim][32], zeros behind the n-th. */
+static inline __attribute__((always_inline)) void pack_keys(const char **keys, int64_t n, int64_t head_dim, int half,
+                                                            float *out) {
+    for (int64_t first = 0; first < KEY_TILE; first += LANES, out += LANES)
+        for (int64_t d = 0; d < head_dim; d += LANES) {
+            int64_t wide = less(LANES, head_dim - d);
+            vec rows[LANES];
+            if (first + LANES <= n && wide == LANES)
+                for (int k = 0; k < LANES; k++) rows[k] = load_cached(keys[first + k], d, LANES, half);
+            else
+                for (int k = 0; k < LANES; k++)
+                    rows[k] = first + k < n ? load_cached(keys[first + k], d, wide, half) : all(0.0f);
+            transpose(rows);
+            for (int64_t i = 0; i < wide; i++) store(out + (d + i) * KEY_TILE, rows[i]);
+        }
+}
+
+/* n values: out [n][width], zeros behind head_dim. */
+static inline __attribute__((always_inline)) void pack_values(const char **values, int64_t n, int64_t head_dim, int half,
+                                                              float *out, int64_t width) {
+    for (int64_t k = 0; k < n; k++, out += width)
+        for (int64_t d = 0; d < width; d += LANES)
+            store(out + d, load_cached(values[k], d, less(LANES, more(0, head_dim - d)), half));
+}
+
+/* scores [first .. last] of one row -> their softmax without the division; everything else in [begin, end), which are
+ * multiples of 32, becomes 0. Returns 1 / sum. */
+static float softmax(float *scores, int64_t begin, int64_t end, int64_t first, int64_t last, float softcap) {
+    const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    vec most = all(-__builtin_inff());
+    for (int64_t i = begin; i < end; i += LANES) {
+        ivec key = lane + (int32_t)i;
+        vec s = load(scores + i);
+        if (softcap > 0.0f) { /* softcap * tanh(s / softcap) */
+            vec e = exp_(s * all(2.0f / softcap));
+            s = all(softcap) - all(2.0f * softcap) / (e + all(1.0f));
+        }
+        s = select((key >= (int32_t)first) & (key <= (int32_t)last), s, all(-__builtin_inff()));
+        store(scores + i, s);
+        most = select(s <= most, most, s);
+    }
+    float best = max_lanes(most);
+    vec sum = {};
+    for (int64_t i = begin; i < end; i += LANES) {
+        ivec key = lane + (int32_t)i;
+        vec e = exp_(load(scores + i) - all(best));
+        e = select((key >= (int32_t)first) & (key <= (int32_t)last), e, all(0.0f));
+        store(scores + i, e);
+        sum += e;
+    }
+    return 1.0f / sum_lanes(sum);
+}
+
+/* How many floats of scratch `hr_attend` wants for sequences of up to `longest` tokens. */
+int64_t hr_attend_scratch(int64_t longest, int64_t head_dim) {
+    int64_t width = (head_dim + 31) / 32 * 32, context = (longest + VALUE_TILE - 1) / VALUE_TILE * VALUE_TILE;
+    return MAX_ROWS * (context + head_dim + width) + KEY_TILE * head_dim + VALUE_TILE * width;
+}
+
+/* What one row may see of [low, high). */
+static inline void bounds(const layer_t *layer, int64_t position, int64_t *low, int64_t *high) {
+    if (layer->window) *low = more(*low, position - layer->window + 1);
+    *high = less(*high, position + 1);
+}
+
+/* out[row][width] += probabilities times the `n` packed values, from position `tile` on. Sums of a tile join the total
+ * as one, which keeps long sums exact. A row meets nothing that it may not see: 0 * NaN is not 0. */
+static void add_values(const layer_t *layer, int64_t start, const part_t *part, const float *scores, int64_t context,
+                       const float *packed, int64_t tile, int64_t n, float *total, int64_t width) {
+    for (int64_t r = 0; r < part->rows; r += BLOCK_ROWS) {
+        int64_t count = less(BLOCK_ROWS, part->rows - r);
+        int64_t low[BLOCK_ROWS], high[BLOCK_ROWS], common_low = tile, common_high = tile + n;
+        for (int64_t i = 0; i < count; i++) {
+            low[i] = tile, high[i] = tile + n;
+            bounds(layer, start + (part->begin + r + i) / layer->share, low + i, high + i);
+            common_low = more(common_low, low[i]), common_high = less(common_high, high[i]);
+        }
+        if (common_low >= common_high) common_low = common_high = tile; /* nothing in common: each row alone */
+        for (int64_t d = 0; d < width; d += KEY_TILE) {
+            float sum[BLOCK_ROWS * KEY_TILE] = {0};
+            const float *at_tile = packed + d, *p = scores + r * context;
+            if (common_low < common_high) {
+                for (int64_t i = 0; i < count; i++)
+                    multiply_block(1, p + i * context + low[i], context, at_tile + (low[i] - tile) * width, width,
+                                   common_low - low[i], sum + i * KEY_TILE, KEY_TILE);
+                multiply_block((int)count, p + common_low, context, at_tile + (common_low - tile) * width, width,
+                               common_high - common_low, sum, KEY_TILE);
+            }
+            for (int64_t i = 0; i < count; i++) {
+                int64_t next = common_low < common_high ? common_high : low[i];
+                multiply_block(1, p + i * context + next, context, at_tile + (next - tile) * width, width,
+                               high[i] - next, sum + i * KEY_TILE, KEY_TILE);
+                float *to = total + (r + i) * width + d;
+                for (int64_t j = 0; j < KEY_TILE; j += LANES) store(to + j, load(to + j) + load(sum + i * KEY_TILE + j));
+            }
+        }
+    }
+}
+
+static void attend_part(const layer_t *layer, const int64_t *blocks, int64_t start, const part_t *part, const float *q,
+                        int64_t token_stride, int64_t head_stride, float *out, float *scratch) {
+    int64_t head_dim = layer->head_dim, width = (head_dim + 31) / 32 * 32, share = layer->share, rows = part->rows;
+    int64_t newest = start + (part->begin + rows - 1) / share, oldest = start + part->begin / share;
+    int64_t context = (newest + VALUE_TILE) / VALUE_TILE * VALUE_TILE;
+    int64_t from = layer->window ? more(0, oldest - layer->window + 1) / VALUE_TILE * VALUE_TILE : 0;
+    float *scaled = scratch, *total = scaled + MAX_ROWS * head_dim, *packed = total + MAX_ROWS * width;
+    float *scores = packed + KEY_TILE * head_dim + VALUE_TILE * width;
+    float inverse[MAX_ROWS];
+    const char *at[VALUE_TILE];
+    int half = layer->element_bytes == sizeof(_Float16);
+
+    for (int64_t h = 0; h < part->heads; h++)
+        for (int64_t r = 0; r < rows; r++) {
+            int64_t token = (part->begin + r) / share, head = (part->head + h) * share + (part->begin + r) % share;
+            const float *source = q + token * token_stride + head * head_stride;
+            float *to = scaled + (h * rows + r) * head_dim;
+            for (int64_t d = 0; d < head_dim; d++) to[d] = source[d] * layer->scaling;
+        }
+    for (int64_t tile = from; tile <= newest; tile += KEY_TILE) {
+        int64_t n = less(KEY_TILE, newest + 1 - tile);
+        fetch(layer, blocks, layer->keys, part, tile + n, less(KEY_TILE, newest + 1 - tile - n));
+        for (int64_t h = 0; h < part->heads; h++) {
+            find(layer, blocks, layer->keys, part->head + h, tile, n, at);
+            if (half)
+                pack_keys(at, n, head_dim, 1, packed);
+            else
+                pack_keys(at, n, head_dim, 0, packed);
+            for (int64_t r = 0; r < rows; r += BLOCK_ROWS) {
+                int64_t count = less(BLOCK_ROWS, rows - r);
+                float *to = scores + (h * rows + r) * context + tile;
+                for (int64_t i = 0; i < count; i++) memset(to + i * context, 0, KEY_TILE * sizeof(float));
+                multiply_block((int)count, scaled + (h * rows + r) * head_dim, head_dim, packed, KEY_TILE, head_dim, to,
+                               context);
+            }
+        }
+    }
+    fetch(layer, blocks, layer->values, part, from, less(VALUE_TILE, newest + 1 - from));
+    int64_t end = (newest + KEY_TILE) / KEY_TILE * KEY_TILE;
+    for (int64_t r = 0; r < part->heads * rows; r++) {
+        int64_t first = 0, last = end;
+        bounds(layer, start + (part->begin + r % rows) / share, &first, &last);
+        inverse[r] = softmax(scores + r * context, from, end, first, last - 1, layer->softcap);
+    }
+    memset(total, 0, (size_t)(part->heads * rows * width) * sizeof(float));
+    for (int64_t tile = from; tile <= newest; tile += VALUE_TILE) {
+        int64_t n = less(VALUE_TILE, newest + 1 - tile);
+        fetch(layer, blocks, layer->values, part, tile + n, less(VALUE_TILE, newest + 1 - tile - n));
+        for (int64_t h = 0; h < part->heads; h++) {
+            find(layer, blocks, layer->values, part->head + h, tile, n, at);
+            if (half)
+                pack_values(at, n, head_dim, 1, packed, width);
+            else
+                pack_values(at, n, head_dim, 0, packed, width);
+            add_values(layer, start, part, scores + h * rows * context, context, packed, tile, n,
+                       total + h * rows * width, width);
+        }
+    }
+    for (int64_t h = 0; h < part->heads; h++)
+        for (int64_t r = 0; r < rows; r++) {
+            int64_t token = (part->begin + r) / share, head = (part->head + h) * share + (part->begin + r) % share;
+            float *to = out + (token * layer->kv_heads * share + head) * head_dim;
+            const float *sum = total + (h * rows + r) * width;
+            for (int64_t d = 0; d < head_dim; d++) to[d] = sum[d] * inverse[h * rows + r];
+        }
+}
+
+static inline void store_cached(char *head, const float *from, int64_t head_dim, int half) {
+    if (!half) {
+        memcpy(head, from, (size_t)head_dim * sizeof(float));
+        return;
+    }
+    for (int64_t d = 0; d < head_dim; d += LANES) {
+        int64_t n = less(LANES, head_dim - d);
+        hvec h = to_half(load_part(from + d, n));
+        memcpy((_Float16 *)head + d, &h, (size_t)n * sizeof(_Float16));
+    }
+}
+
+/* Stores the batch's new K and V. k, v: [tokens, kv_heads, head_dim] with strides. */
+void hr_write_kv(const layer_t *layer, const batch_t *batch, const float *k, const float *v, int64_t token_stride,
+                 int64_t head_stride) {
+    int half = layer->element_bytes == sizeof(_Float16);
+    int64_t head_bytes = layer->head_dim * layer->element_bytes;
+    for (int64_t s = 0; s < batch->n; s++) {
+        const int64_t *sequence = batch->sequences + 4 * s, *blocks = batch->blocks + sequence[3];
+        for (int64_t i = 0; i < sequence[1]; i++) {
+            int64_t position = sequence[2] + i, row = (sequence[0] + i) * token_stride;
+            int64_t to = blocks[position / layer->block_tokens] * layer->block_stride +
+                         position % layer->block_tokens * layer->kv_heads * head_bytes;
+            for (int64_t head = 0; head < layer->kv_heads; head++, to += head_bytes) {
+                store_cached(layer->keys + to, k + row + head * head_stride, layer->head_dim, half);
+                store_cached(layer->values + to, v + row + head * head_stride, layer->head_dim, half);
+            }
+        }
+    }
+}
+
+/* Attention of the batch's rows over all that their sequences hold up to themselves (or the window of it).
+ * q: [tokens, kv_heads * share, head_dim] with strides; out: [tokens, kv_heads * share * head_dim].
+ * `threads` calls with `thread` = 0, 1, ... may run at the same time and do the work together. */
+void hr_attend(const layer_t *layer, const batch_t *batch, const float *q, int64_t token_stride, int64_t head_stride,
+               float *out, int64_t thread, int64_t threads) {
+    int64_t unit = 0;
+    for (int64_t s = 0; s < batch->n; s++) {
+        const int64_t *sequence = batch->sequences + 4 * s, *blocks = batch->blocks + sequence[3];
+        const float *first_q = q + sequence[0] * token_stride;
+        float *first_out = out + sequence[0] * layer->kv_heads * layer->share * layer->head_dim;
+        int64_t rows = sequence[1] * layer->share;
+        /* Few rows read each token's heads in one go, unless threads would have nothing to do. */
+        int together = rows * layer->kv_heads <= MAX_ROWS && (threads == 1 || batch->n >= threads);
+        int64_t heads = together ? layer->kv_heads : 1;
+        for (int64_t head = 0; head < layer->kv_heads; head += heads)
+            for (int64_t begin = 0; begin < rows; begin += MAX_ROWS) {
+                if (unit++ % threads != thread) continue;
+                part_t part = {head, heads, begin, less(MAX_ROWS, rows - begin)};
+                attend_part(layer, blocks, sequence[2], &part, first_q, token_stride, head_stride, first_out,
+                            batch->scratch + thread * batch->scratch_stride);
+            }
+    }
+}
