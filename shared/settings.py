@@ -47,3 +47,4 @@ class EngineSettings(CommonSettings):
         10.0, gt=1, description="An engine step longer than this counts as hung: requests move on; 3 times this: exit"
     )
     kv_memory_gib: float = Field(1.0, gt=0, description="Memory of this worker's KV cache in GiB")
+    prefix_caching: bool = Field(True, description="Keep blocks of ended requests for those that begin alike")

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from opentelemetry import trace
 
 from services.decode.draft_link import DraftLink
+from services.decode.load_turns import LoadTurns
 from services.decode.settings import DecodeSettings
 from shared.blocks import BlockKey, KVClient, block_keys
 from shared.bus import Bus, Delivery, LogState, WorkQueue
 from shared.engine import Sequence
-from shared.protocol.blocks import Manifest
+from shared.protocol.blocks import BlockRef, Manifest
 from shared.protocol.jobs import DecodeJob, decode_job
-from shared.protocol.records import Ended, FinishReason, Tokens, Usage
+from shared.protocol.records import Ended, FinishReason, TokenLogprobs, Tokens, Usage
 from shared.telemetry import attributes as attr
 from shared.telemetry import tracer
 from shared.telemetry.metrics import DecodeMetrics
@@ -47,6 +48,7 @@ class DecodeWorker(StageWorker):
         self._kv = kv
         self._settings = settings
         self._metrics = metrics
+        self._turns = LoadTurns()
         self.drafts = DraftLink(bus, host.async_engine, settings, host.model.name, worker)
 
     def _queue(self) -> WorkQueue:
@@ -70,6 +72,13 @@ class DecodeWorker(StageWorker):
         return Work(job.request, assumed, lambda holding: self._decode(holding, job))
 
     async def _decode(self, holding: Holding, job: DecodeJob) -> None:
+        end_turn = await self._turns.take(job.manifest, self._settings.block_tokens)
+        try:
+            await self._generate(holding, job, end_turn)
+        finally:
+            end_turn()
+
+    async def _generate(self, holding: Holding, job: DecodeJob, on_loaded: Callable[[], None]) -> None:
         request = holding.request
         tokens = [*request.prompt_ids, *holding.state.output_ids]
         sequence = await self._host.open(
@@ -77,6 +86,7 @@ class DecodeWorker(StageWorker):
             tokens,
             len(request.prompt_ids),
             request.params,
+            salt=request.salt,
             speculate=request.speculation == "auto" and self._settings.speculation == "auto",
         )
         push = BlockPush(self._host, self._kv, sequence, request.request_id, self._settings.lease_s, pinned=False)
@@ -88,6 +98,7 @@ class DecodeWorker(StageWorker):
             loaded = await self._load(sequence, request.salt, job.manifest, push)
             self.drafts.join(request, tokens)
             await self._host.begin(sequence, loaded)
+            on_loaded()
             await self.drafts.ask(request.request_id)
             await self._emit(holding, job, sequence, push)
         finally:
@@ -96,7 +107,8 @@ class DecodeWorker(StageWorker):
             )
 
     async def _load(self, sequence: Sequence, salt: str, manifest: Manifest, push: BlockPush) -> int:
-        """Fetch the stored prefix into the sequence's blocks; the tokens whose KV is loaded. The rest is recomputed.
+        """Fetch the stored prefix into the sequence's blocks, behind what this worker has cached; the tokens whose KV
+        is there then. The rest is recomputed.
 
         The manifest covers the prompt; blocks of tokens that an earlier holder generated are looked up by key.
         """
@@ -113,17 +125,23 @@ class DecodeWorker(StageWorker):
                     wanted += manifest.blocks[known:] if len(wanted) == known else []
                     break
                 wanted.append(ref)
-        usable = next((i for i, ref in enumerate(wanted) if not ref.places), len(wanted))
-        wanted = wanted[:usable]
-        if not wanted:
-            return 0
-        with tracer().start_as_current_span("kv.get", attributes={attr.BLOCKS: len(wanted)}) as span:
-            buffers = [self._host.block_buffer(block_id) for block_id in sequence.block_ids[: len(wanted)]]
-            arrived = await self._kv.get(wanted, buffers, timeout_s=self._settings.kv_timeout_s)
+        placed = next((i for i, ref in enumerate(wanted) if not ref.places), len(wanted))
+        own = sequence.num_cached // block_tokens
+        fetched = await self._fetch(wanted[own:placed], sequence.block_ids[own:placed])
+        usable = own + len(fetched)
+        push.already_stored([ref for ref in wanted[: min(placed, usable)] if ref.n_tokens == block_tokens])
+        return min(sequence.num_cached + sum(ref.n_tokens for ref in fetched), len(sequence.token_ids) - 1)
+
+    async def _fetch(self, refs: list[BlockRef], block_ids: list[int]) -> list[BlockRef]:
+        """Fetch blocks into the cache; those that are there now, up to the first that did not come."""
+        if not refs:
+            return []
+        with tracer().start_as_current_span("kv.get", attributes={attr.BLOCKS: len(refs)}) as span:
+            buffers = [self._host.block_buffer(block_id) for block_id in block_ids]
+            arrived = await self._kv.get(refs, buffers, timeout_s=self._settings.kv_timeout_s)
             usable = arrived.index(False) if False in arrived else len(arrived)
             span.set_attribute(attr.BLOCK_HITS, usable)
-        push.already_stored([ref for ref in wanted[:usable] if ref.n_tokens == block_tokens])
-        return min(sum(ref.n_tokens for ref in wanted[:usable]), len(sequence.token_ids) - 1)
+        return refs[:usable]
 
     async def _emit(self, holding: Holding, job: DecodeJob, sequence: Sequence, push: BlockPush) -> None:
         """Append what the engine makes until the sequence ends. One append at a time; newer tokens ride in the next."""
@@ -133,8 +151,10 @@ class DecodeWorker(StageWorker):
         while True:
             batch = [await self._host.feed.next(request_id), *self._host.feed.ready(request_id)]
             ids: list[int] = []
+            logprobs: list[TokenLogprobs] = []
             for step in batch:
                 ids += step.new_ids
+                logprobs += step.logprobs
                 drafted += step.drafted
                 accepted += step.accepted
                 proposer = await self.drafts.grew(request_id, list(step.new_ids), step.drafted, step.accepted)
@@ -144,7 +164,9 @@ class DecodeWorker(StageWorker):
             if ids:
                 began = time.monotonic()
                 text = "".join(step.text for step in batch)
-                await holding.log.append(Tokens(epoch=holding.epoch, index=emitted, ids=ids, text=text))
+                await holding.log.append(
+                    Tokens(epoch=holding.epoch, index=emitted, ids=ids, text=text, logprobs=logprobs)
+                )
                 self._metrics.append_seconds.observe(time.monotonic() - began)
                 emitted += len(ids)
             self._offer_full_blocks(sequence, holding.request.salt, batch[-1].num_computed, push)

@@ -102,6 +102,7 @@ class ModelProposer:
             speculate=False,
             pause_after=task.max_tokens,
             text=False,
+            salt=task.request_id,  # what is asked here does not say whose it is, so nothing is shared
         )
         self._sequences[task.request_id] = sequence
         engine.start(sequence)

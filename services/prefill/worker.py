@@ -73,23 +73,35 @@ class PrefillWorker(StageWorker):
             await self._hand_over(holding, keys, stored, holding.state.output_ids, cached_tokens=0)
             return
         found = await self._find_prefix(request, keys)
+        stored_tokens = len(found) * self._settings.block_tokens
         sequence = await self._host.open(
             request.request_id,
             list(request.prompt_ids),
             len(request.prompt_ids),
             request.params,
+            salt=request.salt,
             prefill_only=True,
-            begin=not found,
+            begin_from=stored_tokens,
             pin=True,
         )
+        own = sequence.num_cached
         push = BlockPush(self._host, self._kv, sequence, request.request_id, self._lease_s(request), pinned=True)
         try:
-            cached = 0
-            if found:
-                cached = await self._load_cached(request, sequence, found, push)
-                await self._host.begin(sequence, cached)
-            final = await self._compute(sequence, keys, push, cached)
-            await holding.log.append(Tokens(epoch=holding.epoch, index=0, ids=list(final.new_ids), text=final.text))
+            loaded = await self._load_cached(request, sequence, own, found, push) if found else 0
+            if own < stored_tokens:
+                await self._host.begin(sequence, own + loaded)
+            push.offer(list(keys[push.block_count : (own + loaded) // self._settings.block_tokens]))
+            final = await self._compute(sequence, keys, push, loaded)
+            cached = final.num_cached + loaded
+            await holding.log.append(
+                Tokens(
+                    epoch=holding.epoch,
+                    index=0,
+                    ids=list(final.new_ids),
+                    text=final.text,
+                    logprobs=list(final.logprobs),
+                )
+            )
             self._metrics.prefill_time.observe(time.time() - holding.claimed_unix_s)
             if final.finish_reason is not None:
                 await holding.log.append(
@@ -128,36 +140,44 @@ class PrefillWorker(StageWorker):
         return found
 
     async def _load_cached(
-        self, request: GenerationRequest, sequence: EngineSequence, found: list[BlockRef], push: BlockPush
+        self, request: GenerationRequest, sequence: EngineSequence, own: int, found: list[BlockRef], push: BlockPush
     ) -> int:
-        """Fetch stored blocks into the sequence's; tokens that need no computing, up to the first block that failed."""
-        with tracer().start_as_current_span("kv.get", attributes={attr.BLOCKS: len(found)}) as span:
-            await self._kv.lease(request.request_id, [ref.key for ref in found], self._lease_s(request))
-            buffers = [self._host.block_buffer(block_id) for block_id in sequence.block_ids[: len(found)]]
-            arrived = await self._kv.get(found, buffers, timeout_s=self._settings.kv_timeout_s)
-            usable = arrived.index(False) if False in arrived else len(arrived)
-            span.set_attribute(attr.BLOCK_HITS, usable)
-        push.already_stored(found[:usable])
-        cached = usable * self._settings.block_tokens
-        self._metrics.engine.prompt_tokens_cached.inc(cached)
-        return cached
+        """Fetch stored blocks behind the first `own` tokens, which the worker has cached; the tokens that they hold.
+
+        Stops at the first that failed. What no store holds any more is left to be pushed from this worker's copy.
+        """
+        leased = await self._kv.lease(request.request_id, [ref.key for ref in found], self._lease_s(request))
+        ours = min(own // self._settings.block_tokens, len(found))
+        kept = leased.index(False) if False in leased[:ours] else ours
+        usable = ours
+        if ours < len(found):
+            with tracer().start_as_current_span("kv.get", attributes={attr.BLOCKS: len(found) - ours}) as span:
+                buffers = [self._host.block_buffer(block_id) for block_id in sequence.block_ids[ours : len(found)]]
+                arrived = await self._kv.get(found[ours:], buffers, timeout_s=self._settings.kv_timeout_s)
+                usable += arrived.index(False) if False in arrived else len(arrived)
+                span.set_attribute(attr.BLOCK_HITS, usable - ours)
+        push.already_stored(found[: usable if kept == ours else kept])
+        loaded = (usable - ours) * self._settings.block_tokens
+        self._metrics.engine.prompt_tokens_cached.inc(loaded)
+        return loaded
 
     async def _compute(
-        self, sequence: EngineSequence, keys: list[BlockKey], push: BlockPush, cached: int
+        self, sequence: EngineSequence, keys: list[BlockKey], push: BlockPush, loaded: int
     ) -> SequenceStep:
         """Follow the chunks, pushing each block that a chunk filled; the step with the first token."""
-        began, chunk, done = time.time(), 0, cached
+        began, chunk, done = time.time(), 0, loaded
         while True:
             step = await self._host.feed.next(sequence.seq_id)
             now = time.time()
+            computed = step.num_computed - step.num_cached - done
             record_span(
                 "prefill.chunk",
                 began,
                 now,
-                attributes={attr.CHUNK_INDEX: chunk, attr.CHUNK_TOKENS: step.num_computed - done},
+                attributes={attr.CHUNK_INDEX: chunk, attr.CHUNK_TOKENS: computed},
             )
-            self._metrics.engine.prompt_tokens_computed.inc(step.num_computed - done)
-            began, chunk, done = now, chunk + 1, step.num_computed
+            self._metrics.engine.prompt_tokens_computed.inc(computed)
+            began, chunk, done = now, chunk + 1, done + computed
             push.offer(list(keys[push.block_count : step.num_computed // self._settings.block_tokens]))
             if step.new_ids:
                 return step

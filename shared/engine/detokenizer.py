@@ -19,8 +19,11 @@ _MAX_HELD_TOKENS = 32
 class Detokenizer:
     """`push` each output token in order; `finish` when the sequence ends for another reason than a stop string."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: list[str], prompt_tail: list[int]) -> None:
-        """`prompt_tail`: the prompt's last few ids, so that a leading blank is decoded as inside a text."""
+    def __init__(self, tokenizer: Tokenizer, stop: list[str], prompt_tail: list[int], min_tokens: int = 0) -> None:
+        """`prompt_tail`: the prompt's last few ids, so that a leading blank is decoded as inside a text.
+
+        A stop string that the first `min_tokens` tokens complete is text like any other.
+        """
         self._tokenizer = tokenizer
         self._stop = [s for s in stop if s]
         tail = list(prompt_tail)
@@ -32,11 +35,14 @@ class Detokenizer:
         """How many ids of the window are text already."""
         self._held = ""
         """Text that may still grow into a stop string."""
+        self._min_tokens = min_tokens
+        self._pushed = 0
         self.stopped = False
 
     def push(self, token_id: int) -> str:
         """Returns the text that became visible. Sets `stopped` when a stop string was completed."""
         self._ids.append(token_id)
+        self._pushed += 1
         before, after = self._decode(0, self._read), self._decode(0)
         if after.endswith(_REPLACEMENT):
             return self._release(self._give_up_oldest(before, after))
@@ -81,8 +87,9 @@ class Detokenizer:
         if not new_text:
             return ""
         text = self._held + new_text
-        found = [at for at in (text.find(s) for s in self._stop) if at >= 0]
-        if found:
+        # A match must end in the new text: one that lies in what was held was passed over before `min_tokens`.
+        found = [at for at in (text.find(s, max(0, len(self._held) + 1 - len(s))) for s in self._stop) if at >= 0]
+        if found and self._pushed > self._min_tokens:
             self.stopped, self._held = True, ""
             return text[: min(found)]
         hold = max((_overlap(text, s) for s in self._stop), default=0)

@@ -18,6 +18,8 @@ from shared.engine.block_pool import BlockPool
 from shared.engine.config import EngineConfig
 from shared.engine.detokenizer import Detokenizer
 from shared.engine.errors import BadLogits, EngineError, PromptTooLong, SequenceTooLarge, UnknownSequence
+from shared.engine.logit_rules import LogitRules
+from shared.engine.logprobs import token_logprobs
 from shared.engine.runner import ModelRunner
 from shared.engine.sampler import choose_token
 from shared.engine.scheduler import Scheduler, Work
@@ -25,6 +27,7 @@ from shared.engine.sequence import Sequence, SequenceStep, StepStats, StopReason
 from shared.engine.verification import usable_drafts, verify
 from shared.protocol.blocks import KVLayout
 from shared.protocol.jobs import SamplingParams
+from shared.protocol.records import TokenLogprobs
 
 _PROMPT_TAIL = 8
 """Ids of the prompt that the detokenizer sees as context of the first output token."""
@@ -49,6 +52,7 @@ class Engine:
             max_batch_tokens=config.max_batch_tokens,
             max_running=config.max_running,
             max_draft_tokens=config.max_draft_tokens,
+            prefix_caching=config.prefix_caching,
             on_allocate=runner.cache.clear,
         )
         self._sequences: dict[str, Sequence] = {}
@@ -76,13 +80,15 @@ class Engine:
         speculate: bool = True,
         pause_after: int | None = None,
         text: bool = True,
+        salt: str = "",
     ) -> Sequence:
         """Describe a sequence; it holds nothing yet. `token_ids` is the prompt and the output already known.
 
         Known output is authoritative: it is replayed, never sampled again, and `text` of later steps goes on where it
         stopped. When it already ends the sequence, `finish_reason` is set and the sequence need not be started.
         `prefill_only` pauses after one sampled token, `pause_after` after that many. `text=False` skips
-        detokenization (and stop strings). Raises EngineError (bad ids, id in use), PromptTooLong, SequenceTooLarge.
+        detokenization (and stop strings). Only sequences of one `salt` share cached blocks. Raises EngineError (bad
+        ids, id in use), PromptTooLong, SequenceTooLarge.
         """
         if seq_id in self._sequences:
             raise EngineError(f"sequence {seq_id} exists already; release it first")
@@ -100,6 +106,7 @@ class Engine:
                 f"sequence {seq_id} may grow to {max_length} tokens; the KV cache holds "
                 f"{self.pool.num_blocks * self.config.block_tokens}: lower max_tokens or give it more memory"
             )
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         sequence = Sequence(
             seq_id=seq_id,
             token_ids=list(token_ids[:num_prompt]),
@@ -110,31 +117,45 @@ class Engine:
             pause_after=1 if prefill_only else pause_after,
             detokenizer=self._detokenizer(token_ids[:num_prompt], params) if text else None,
             arrival=next(self._arrivals),
+            rules=LogitRules.of(params, token_ids[:num_prompt], stop_ids, self.vocab_size),
+            stop_ids=stop_ids,
+            salt=salt,
         )
-        self._advance(sequence, token_ids[num_prompt:])
+        self._replay(sequence, token_ids[num_prompt:])
         self._sequences[seq_id] = sequence
         return sequence
 
     def admit(self, sequence: Sequence) -> None:
-        """Allocate blocks for the tokens known and one more, zeroed. Raises OutOfBlocks; then nothing is held."""
+        """Hold blocks for the tokens known and one more. Raises OutOfBlocks; then nothing is held.
+
+        The first `num_computed // block_tokens` of them come from the prefix cache, full and read only; the others are
+        zeroed and its own.
+        """
         self._check_known(sequence)
         self._scheduler.admit(sequence, min(len(sequence.token_ids) + 1, sequence.max_length))
         if sequence.state == "new":
             sequence.state = "admitted"
 
     def block_buffer(self, block_id: int) -> Any:
-        """The block's `layout.block_bytes` bytes, writable, no copy: uint8 numpy array, on CUDA a device tensor."""
+        """The block's `layout.block_bytes` bytes, no copy: uint8 numpy array, on CUDA a device tensor.
+
+        Only blocks of an admitted sequence that lie behind its `num_computed` tokens may be written.
+        """
         return self._runner.cache.buffer(block_id)
 
     def set_loaded(self, sequence: Sequence, n_tokens: int) -> None:
-        """The KV of the first `n_tokens` was written into the blocks from outside. The last known token is always fed
-        again, since its logits are needed. Raises EngineError when that is more than the sequence has or holds."""
+        """The KV of the first `n_tokens` is in the blocks: cached ones, and behind them what was written from outside.
+
+        The last known token is always fed again, since its logits are needed. Full blocks among them can be found by
+        other sequences from now on. Raises EngineError when that is more than the sequence has or holds.
+        """
         self._check_known(sequence)
         if not 0 <= n_tokens <= min(len(sequence.token_ids), len(sequence.block_ids) * self.config.block_tokens):
             raise EngineError(f"sequence {sequence.seq_id}: KV of {n_tokens} tokens does not fit what it has")
         if sequence.state != "admitted":
             raise UnknownSequence(f"sequence {sequence.seq_id} is {sequence.state}; only an admitted one can be loaded")
-        sequence.num_computed = min(n_tokens, len(sequence.token_ids) - 1)
+        sequence.num_computed = max(sequence.num_computed, min(n_tokens, len(sequence.token_ids) - 1))
+        self._scheduler.commit(sequence)
 
     def start(self, sequence: Sequence) -> None:
         """Join the running batch from the next step on."""
@@ -191,18 +212,23 @@ class Engine:
         self._scheduler.remove(sequence)
         if sequence.detokenizer is not None:
             sequence.detokenizer = self._detokenizer(token_ids[: sequence.num_prompt], sequence.params)
-        sequence.num_computed = min(sequence.num_computed, common, len(token_ids) - 1)
+        self._scheduler.rewind(sequence, min(common, len(token_ids) - 1))
         sequence.token_ids = list(token_ids[: sequence.num_prompt])
         sequence.finish_reason = None
         sequence.proposal = None
-        self._advance(sequence, token_ids[sequence.num_prompt :])
+        if sequence.rules is not None:
+            sequence.rules.restart()
+        self._replay(sequence, token_ids[sequence.num_prompt :])
         sequence.finish_reason = None
         sequence.num_sampled = 0
         sequence.pause_after = pause_after
         self._scheduler.add(sequence)
 
     def release(self, seq_id: str) -> None:
-        """Forget the sequence and free its blocks, whatever it is doing. Unknown ids are ignored."""
+        """Forget the sequence and give its blocks back, whatever it is doing; full ones stay in the prefix cache.
+
+        Unknown ids are ignored.
+        """
         sequence = self._sequences.pop(seq_id, None)
         if sequence is not None:
             self._scheduler.release(sequence)
@@ -223,6 +249,16 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         return len(self._scheduler.waiting)
+
+    @property
+    def prefix_queries(self) -> int:
+        """Tokens of all sequences so far, as they were when they first got blocks."""
+        return self._scheduler.prefix_queries
+
+    @property
+    def prefix_hits(self) -> int:
+        """Tokens so far whose KV came from the prefix cache instead of being computed, preempted sequences left out."""
+        return self._scheduler.prefix_hits
 
     def active_ids(self) -> list[str]:
         """Sequences that were started and have not ended."""
@@ -250,7 +286,9 @@ class Engine:
                 rows = 1 + len(item.drafts) if item.samples else 0
                 try:
                     steps.append(self._finish_work(item, logits[row : row + rows]))
+                    self._scheduler.commit(item.sequence)
                 except BadLogits as error:
+                    self._scheduler.disown(item.sequence)
                     self._scheduler.remove(item.sequence)
                     item.sequence.state = "failed"
                     self._failures.append((item.sequence.seq_id, error))
@@ -272,13 +310,19 @@ class Engine:
         known = len(sequence.token_ids)
         sequence.num_computed += work.count
         new_ids: list[int] = []
-        text = ""
+        texts: list[str] = []
+        logprobs: list[TokenLogprobs] = []
         accepted = 0
+
+        def generate(row: int) -> int:
+            token = self._choose(sequence, logits[row])
+            if sequence.params.logprobs is not None:
+                logprobs.append(token_logprobs(logits[row], token, sequence.params.logprobs))
+            texts.append(self._append(sequence, token))
+            return token
+
         if work.samples:
-            chosen, accepted = verify(work.drafts, lambda i: self._choose(sequence, logits[i], known + i))
-            text = self._advance(sequence, chosen)
-            new_ids = sequence.token_ids[known:]
-            accepted = min(accepted, len(new_ids))
+            new_ids, accepted = verify(work.drafts, generate, lambda: sequence.finish_reason is not None)
             sequence.num_computed += accepted
             sequence.num_sampled += len(new_ids)
             if sequence.finish_reason is not None:
@@ -291,49 +335,56 @@ class Engine:
             seq_id=sequence.seq_id,
             first_index=known - sequence.num_prompt,
             new_ids=new_ids,
-            text=text,
+            text="".join(texts),
             num_computed=sequence.num_computed,
             finish_reason=sequence.finish_reason,
             drafted=len(work.drafts),
             accepted=accepted,
+            logprobs=logprobs,
+            num_cached=sequence.num_cached,
         )
 
     @staticmethod
-    def _choose(sequence: Sequence, logits: NDArray[np.float32], position: int) -> int:
+    def _choose(sequence: Sequence, logits: NDArray[np.float32]) -> int:
+        position = len(sequence.token_ids)
         try:
-            return choose_token(logits, sequence.params, position)
+            return choose_token(logits, sequence.params, position, sequence.rules)
         except FloatingPointError as error:
             raise BadLogits(f"sequence {sequence.seq_id}, position {position}: {error}") from error
 
-    def _advance(self, sequence: Sequence, token_ids: list[int]) -> str:
-        """Append output tokens until one ends the sequence; those after it are dropped. Returns the visible text."""
-        text = ""
+    def _replay(self, sequence: Sequence, token_ids: list[int]) -> None:
+        """Append output tokens that are known already, until one ends the sequence; those after it are dropped."""
         for token in token_ids:
-            sequence.token_ids.append(token)
-            detokenizer = sequence.detokenizer
-            reason: StopReason | None = None
-            if self._is_stop(token, sequence.params):
-                reason = "stop"
-            elif detokenizer is not None:
-                text += detokenizer.push(token)
-                reason = "stop" if detokenizer.stopped else None
-            if reason is None and len(sequence.token_ids) >= sequence.max_length:
-                reason = "length"
-            if reason is not None:
-                if detokenizer is not None:
-                    text += detokenizer.finish()
-                    reason = "stop" if detokenizer.stopped else reason
-                sequence.finish_reason = reason
+            self._append(sequence, token)
+            if sequence.finish_reason is not None:
                 break
-        return text
 
-    def _is_stop(self, token: int, params: SamplingParams) -> bool:
-        return token in params.stop_token_ids or (not params.ignore_eos and token in self.eos_token_ids)
+    @staticmethod
+    def _append(sequence: Sequence, token: int) -> str:
+        """One more output token, which may end the sequence. Returns the text that becomes visible."""
+        sequence.token_ids.append(token)
+        if sequence.rules is not None:
+            sequence.rules.add(token)
+        detokenizer = sequence.detokenizer
+        text = ""
+        reason: StopReason | None = None
+        if token in sequence.stop_ids:
+            reason = "stop"
+        elif detokenizer is not None:
+            text = detokenizer.push(token)
+            reason = "stop" if detokenizer.stopped else None
+        if reason is None and len(sequence.token_ids) >= sequence.max_length:
+            reason = "length"
+        if reason is not None and detokenizer is not None:
+            text += detokenizer.finish()
+            reason = "stop" if detokenizer.stopped else reason
+        sequence.finish_reason = reason
+        return text
 
     def _detokenizer(self, prompt_ids: list[int], params: SamplingParams) -> Detokenizer:
         if self._tokenizer is None:
             raise EngineError(f"{self.config.model_path} has no tokenizer.json, so tokens cannot become text")
-        return Detokenizer(self._tokenizer, params.stop, prompt_ids[-_PROMPT_TAIL:])
+        return Detokenizer(self._tokenizer, params.stop, prompt_ids[-_PROMPT_TAIL:], params.min_tokens)
 
     def _check_known(self, sequence: Sequence) -> None:
         if self._sequences.get(sequence.seq_id) is not sequence:

@@ -1,7 +1,8 @@
 """Decides what the next forward holds: decode rows first, then drafts, then prompt chunks. Pure; it has no clock.
 
 Invariants: a step has at most `max_batch_tokens` rows and `max_running` sequences; each sequence's blocks cover what it
-is about to compute; a sequence is preempted only for an older one (or yields itself), and never while pinned.
+is about to compute; a sequence is preempted only for an older one (or yields itself), and never while pinned. Of a
+sequence's blocks those that are full and computed may be shared, the others are its own: a step writes only to those.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 from shared.engine.block_pool import BlockPool
 from shared.engine.errors import OutOfBlocks
+from shared.engine.prefix_keys import extend_keys
 from shared.engine.sequence import Sequence
 from shared.engine.verification import usable_drafts
 
@@ -36,15 +38,21 @@ class Scheduler:
         max_batch_tokens: int,
         max_running: int,
         max_draft_tokens: int,
+        prefix_caching: bool = True,
         on_allocate: Callable[[list[int]], None] | None = None,
     ) -> None:
-        """`on_allocate` learns which blocks get a new holder, before anything is written to them."""
+        """`on_allocate` learns which blocks are to be written by a new holder, before anything is."""
         self._pool = pool
         self._block_tokens = block_tokens
         self._max_batch_tokens = max_batch_tokens
         self._max_running = max_running
         self._max_draft_tokens = max_draft_tokens
+        self._prefix_caching = prefix_caching
         self._on_allocate = on_allocate
+        self.prefix_queries = 0
+        """Tokens of all sequences when they first got blocks."""
+        self.prefix_hits = 0
+        """Those of them, and of what they waited to compute, whose KV was in the cache."""
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
 
@@ -73,19 +81,95 @@ class Scheduler:
         return -(-tokens // self._block_tokens)
 
     def admit(self, sequence: Sequence, tokens: int) -> None:
-        """Blocks for a sequence that has not started. Those that wait for theirs go first. Raises OutOfBlocks."""
+        """Blocks for a sequence that has not started. Those that wait for theirs go first. Raises OutOfBlocks.
+
+        What the cache has of it counts as computed. A sequence that has its blocks already may be having them loaded,
+        and keeps them.
+        """
+        if self.blocks_for(tokens) <= len(sequence.block_ids):
+            return
         owed = sum(self.blocks_for(len(s.token_ids)) for s in self.waiting if not s.block_ids)
-        missing = self.blocks_for(tokens) - len(sequence.block_ids)
-        if missing > 0 and missing + owed > self._pool.num_free:
+        self._take(sequence, tokens, spare=owed)
+
+    def commit(self, sequence: Sequence) -> None:
+        """`num_computed` has grown: the blocks that it filled are final, and others may have them from now on.
+
+        A block that another sequence committed first is given up for that one, unless somebody may be reading it.
+        """
+        full = sequence.num_computed // self._block_tokens
+        if not self._prefix_caching or full <= sequence.num_committed:
+            return
+        extend_keys(sequence.block_keys, sequence.salt, sequence.token_ids, self._block_tokens, full)
+        for index in range(sequence.num_committed, full):
+            own = sequence.block_ids[index]
+            first = self._pool.register(own, sequence.block_keys[index])
+            if first != own and not sequence.pins:
+                self._pool.share([first])
+                self._pool.free([own])
+                sequence.block_ids[index] = first
+        sequence.num_committed = full
+
+    def disown(self, sequence: Sequence) -> None:
+        """The sequence's KV turned out to be wrong: nobody shall find it."""
+        self._pool.forget(sequence.block_ids)
+
+    def rewind(self, sequence: Sequence, kept: int) -> None:
+        """Only the first `kept` of its tokens stay: the blocks behind them become its own again, or are given back."""
+        sequence.num_computed = min(sequence.num_computed, kept)
+        first = own = sequence.num_computed // self._block_tokens
+        while own < sequence.num_committed and self._pool.withdraw(sequence.block_ids[own]):
+            own += 1
+        if own < sequence.num_committed:  # others hold it
+            self._pool.free(sequence.block_ids[own:])
+            del sequence.block_ids[own:]
+            sequence.num_computed = min(sequence.num_computed, own * self._block_tokens)
+        sequence.num_committed = min(sequence.num_committed, first)
+        del sequence.block_keys[kept // self._block_tokens :]
+
+    def _take(self, sequence: Sequence, tokens: int, *, spare: int = 0) -> None:
+        """Blocks for `tokens` tokens: shared ones as far as the cache goes beyond what is computed, then new ones.
+
+        `spare` blocks must stay free when any are taken. Raises OutOfBlocks and changes nothing.
+        """
+        start = sequence.num_computed // self._block_tokens
+        cached = self._cached(sequence, start)
+        end = start + len(cached)
+        replaced = sequence.block_ids[start:end]
+        missing = max(self.blocks_for(tokens) - max(len(sequence.block_ids), end), 0)
+        needed = missing + self._pool.count_idle(cached) - len(replaced)
+        if needed > 0 and needed + spare > self._pool.num_free:
             raise OutOfBlocks(
-                f"sequence {sequence.seq_id} wants {missing} KV blocks; {self._pool.num_free} are free and "
-                f"{owed} of them are owed to waiting sequences"
+                f"sequence {sequence.seq_id} wants {needed} more KV blocks; {self._pool.num_free} are free and "
+                f"{spare} of them are owed to waiting sequences"
             )
-        self._grow(sequence, tokens)
+        first_time = not sequence.block_ids and not sequence.preemptions
+        if cached:
+            self._pool.share(cached)
+            self._pool.free(replaced)
+            sequence.block_ids[start:end] = cached
+            if not sequence.preemptions:
+                gained = end * self._block_tokens - sequence.num_computed
+                sequence.num_cached += gained
+                self.prefix_hits += gained
+            sequence.num_computed = end * self._block_tokens
+            sequence.num_committed = end
+        if first_time and self._prefix_caching:
+            self.prefix_queries += len(sequence.token_ids)
+        self._extend(sequence, missing)
+
+    def _cached(self, sequence: Sequence, start: int) -> list[int]:
+        """The cached blocks from block `start` on; never one that holds the last known token, which is always fed."""
+        end = (len(sequence.token_ids) - 1) // self._block_tokens
+        if not self._prefix_caching or start >= end:
+            return []
+        extend_keys(sequence.block_keys, sequence.salt, sequence.token_ids, self._block_tokens, end)
+        return self._pool.lookup(sequence.block_keys[start:end])
 
     def _grow(self, sequence: Sequence, tokens: int) -> None:
         """Give the sequence blocks for `tokens` tokens. Raises OutOfBlocks and changes nothing."""
-        missing = self.blocks_for(tokens) - len(sequence.block_ids)
+        self._extend(sequence, self.blocks_for(tokens) - len(sequence.block_ids))
+
+    def _extend(self, sequence: Sequence, missing: int) -> None:
         if missing > 0:
             blocks = self._pool.allocate(missing)
             sequence.block_ids.extend(blocks)
@@ -95,19 +179,26 @@ class Scheduler:
     def _free(self, sequence: Sequence) -> None:
         self._pool.free(sequence.block_ids)
         sequence.block_ids = []
-        sequence.num_computed = 0
+        sequence.num_computed = sequence.num_committed = 0
 
     # One step
 
     def schedule(self) -> list[Work]:
         """The work of the next forward, in the order of its rows; empty when nothing can run."""
         self._resume()
+        for sequence in self.running:
+            if sequence.num_pending > 1:
+                self._take(sequence, 0)  # others may have computed what it was about to
         work = self._decode_work()
         budget = self._max_batch_tokens - sum(1 + len(w.drafts) for w in work)
+        in_work: set[bytes] = set()
         for sequence in [s for s in self.running if s.num_pending > 1]:
             count = min(budget, sequence.num_pending)
-            if count and self._secure(sequence, sequence.num_computed + count):
+            if not count or self._better_later(sequence, count, in_work):
+                continue
+            if self._secure(sequence, sequence.num_computed + count):
                 work.append(Work(sequence, count, [], samples=count == sequence.num_pending))
+                in_work.update(self._keys_of(sequence, count))
                 budget -= count
         # A sequence may have been preempted for an older one after its work was noted.
         return [w for w in work if w.sequence.state == "running"]
@@ -126,14 +217,29 @@ class Scheduler:
             work.append(Work(sequence, 1, drafts, samples=True))
         return work
 
+    def _keys_of(self, sequence: Sequence, count: int) -> list[bytes]:
+        """Keys of the blocks that the next `count` tokens fill."""
+        start, end = sequence.num_computed, sequence.num_computed + count
+        return sequence.block_keys[start // self._block_tokens : end // self._block_tokens]
+
+    def _better_later(self, sequence: Sequence, count: int, in_work: set[bytes]) -> bool:
+        """Whether most of this chunk is computed in this step anyway, for an older sequence with the same beginning."""
+        same = sum(1 for key in self._keys_of(sequence, count) if key in in_work)
+        return 2 * same * self._block_tokens > count
+
     def _resume(self) -> None:
         """Move waiting sequences into the batch, oldest first, while there is room for all that they know."""
         while self.waiting and len(self.running) < self._max_running:
             sequence = self.waiting[0]
             try:
-                self._grow(sequence, len(sequence.token_ids))
+                self._take(sequence, len(sequence.token_ids))
             except OutOfBlocks:
-                return
+                # While others run, blocks will come free; else only those behind it in the queue can hold them.
+                behind = [s for s in self.waiting[1:] if s.block_ids and not s.pins]
+                if self.running or not behind:
+                    return
+                self._preempt(behind[-1])
+                continue
             self.waiting.pop(0)
             sequence.state = "running"
             self.running.append(sequence)
@@ -163,6 +269,7 @@ class Scheduler:
         return False
 
     def _preempt(self, sequence: Sequence) -> None:
+        sequence.preemptions += 1
         self._free(sequence)
         if sequence.state == "running":
             self.running.remove(sequence)

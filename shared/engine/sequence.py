@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shared.engine.detokenizer import Detokenizer
+from shared.engine.logit_rules import LogitRules
 from shared.protocol.jobs import SamplingParams
+from shared.protocol.records import TokenLogprobs
 
 StopReason = Literal["stop", "length"]
 State = Literal["new", "admitted", "waiting", "running", "paused", "finished", "failed", "released"]
@@ -19,7 +21,12 @@ class Sequence:
     `token_ids` is the prompt and the output so far. The KV of the first `num_computed` of them lies in `block_ids`
     (in order); the last token known is never computed before it is fed. `pause_after` parks the sequence once that
     many tokens were sampled since it started. It ends with `length` at `max_length` tokens in all. `proposal` is the
-    newest drafted run: (absolute position, token ids). While `pins` is not 0 it keeps its blocks.
+    newest drafted run: (absolute position, token ids). While `pins` is not 0 it keeps its blocks. `rules`, if the
+    request has any, know every output token in `token_ids`; one of `stop_ids` ends the sequence.
+
+    The first `num_committed` blocks are full, final and read only: others may hold them too, found by `block_keys`,
+    which mix in the `salt`. The KV of `num_cached` tokens came from the prefix cache and was never computed here; what
+    comes back after one of its `preemptions` does not count.
 
     States: new -> admitted (holds blocks) -> waiting <-> running -> paused, finished or failed -> released. Preemption
     takes the blocks of a running or waiting sequence, which then waits.
@@ -34,10 +41,17 @@ class Sequence:
     pause_after: int | None
     detokenizer: Detokenizer | None
     arrival: int
+    rules: LogitRules | None = None
+    stop_ids: frozenset[int] = frozenset()
     state: State = "new"
     num_computed: int = 0
+    num_committed: int = 0
+    num_cached: int = 0
     num_sampled: int = 0
+    preemptions: int = 0
+    salt: str = ""
     block_ids: list[int] = field(default_factory=list)
+    block_keys: list[bytes] = field(default_factory=list)
     pins: int = 0
     proposal: tuple[int, list[int]] | None = None
     finish_reason: StopReason | None = None
@@ -57,8 +71,8 @@ class SequenceStep:
     """What one step did for one sequence.
 
     `new_ids` are the output tokens `first_index ..`; empty while a prompt is still being computed. `text` is what they
-    add to the visible text. `num_computed` tokens of KV are now final in the sequence's blocks. `drafted` rows were
-    verified, `accepted` of them were right.
+    add to the visible text. `num_computed` tokens of KV are now final in the sequence's blocks; `num_cached` of them
+    came from the prefix cache. `drafted` rows were verified, `accepted` of them were right.
     """
 
     seq_id: str
@@ -69,6 +83,9 @@ class SequenceStep:
     finish_reason: StopReason | None
     drafted: int
     accepted: int
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One for each of `new_ids` when the request asked for them, else empty."""
+    num_cached: int = 0
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,15 @@ def usable_drafts(token_ids: Sequence[int], start: int, proposed: Sequence[int],
     return list(proposed[known : known + max(limit, 0)])
 
 
-def verify(drafts: Sequence[int], choose: Callable[[int], int]) -> tuple[list[int], int]:
+def verify(
+    drafts: Sequence[int], choose: Callable[[int], int], ended: Callable[[], bool] = lambda: False
+) -> tuple[list[int], int]:
     """Return (the tokens that the target generates, how many drafts were right).
 
     `choose(i)` is the target's own choice after the first `i` drafted tokens, asked in order and only while all
-    drafts before it were right. Drafts are kept while they equal that choice; the first differing choice, or the one
-    after the last draft, ends the run. So the result is what undrafted decoding gives, one token at a time.
+    drafts before it were right. Drafts are kept while they equal that choice; the first differing choice, one that
+    `ended` the sequence, or the one after the last draft, ends the run. So the result is what undrafted decoding gives,
+    one token at a time, and `choose` may remember what it chose.
     """
     chosen: list[int] = []
     for index, draft in enumerate(drafts):
@@ -30,5 +33,7 @@ def verify(drafts: Sequence[int], choose: Callable[[int], int]) -> tuple[list[in
         chosen.append(token)
         if token != draft:
             return chosen, index
+        if ended():
+            return chosen, index + 1
     chosen.append(choose(len(drafts)))
     return chosen, len(drafts)

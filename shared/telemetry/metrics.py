@@ -167,6 +167,12 @@ class EngineMetrics:
         self.kv_cache_usage = Gauge(
             "headrace_kv_cache_usage_perc", "Used part of the KV cache, 0 to 1", ["stage"], registry=registry
         ).labels(stage)
+        self.prefix_cache_queries = Counter(
+            "headrace_prefix_cache_queries", "Tokens looked up in this worker's own cache", ["stage"], registry=registry
+        ).labels(stage)
+        self.prefix_cache_hits = Counter(
+            "headrace_prefix_cache_hits", "Tokens whose KV was in this worker's own cache", ["stage"], registry=registry
+        ).labels(stage)
         self.prompt_tokens_computed = Counter(
             "headrace_prompt_tokens_computed", "Prompt tokens that ran through the model", ["stage"], registry=registry
         ).labels(stage)

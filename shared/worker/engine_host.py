@@ -55,13 +55,13 @@ class BatchSizes:
     drafts: int = 0
 
 
-def _enter(engine: Engine, sequence: Sequence, begin: bool) -> bool:
+def _enter(engine: Engine, sequence: Sequence, begin_from: int | None) -> bool:
     """Give the sequence its blocks; False when there are too few now."""
     try:
         engine.admit(sequence)
     except OutOfBlocks:
         return False
-    if begin:
+    if begin_from is not None and sequence.num_cached >= begin_from:
         engine.start(sequence)
     return True
 
@@ -84,6 +84,7 @@ class EngineHost:
         self.feed = StepFeed()
         self._metrics = metrics
         self._freed = asyncio.Event()
+        self._told_queries = self._told_hits = 0
         self._listeners: list[StepListener] = []
         self._engine = engine
         self.async_engine = AsyncEngine(engine, on_steps=self._on_steps, on_failure=self.feed.fail)
@@ -130,26 +131,29 @@ class EngineHost:
         num_prompt: int,
         params: SamplingParams,
         *,
+        salt: str,
         prefill_only: bool = False,
         speculate: bool = False,
-        begin: bool = False,
+        begin_from: int | None = None,
         pin: bool = False,
     ) -> Sequence:
         """A new sequence with its blocks and its queue in `feed`; waits for room as long as the caller lets it.
 
-        With `begin` it joins the batch at once: one turn of the engine instead of two. With `pin` it is never
-        preempted, so its blocks may be read at any time. When the known tokens end it already, `finish_reason` is set
-        and it holds nothing. Release it in any case. Raises Unservable, EngineError.
+        The KV of its first `num_cached` tokens, whole blocks, is there already: never write to those. If that is at
+        least `begin_from` tokens it joins the batch at once: one turn of the engine instead of two; otherwise, and
+        without that number, call `begin`. With `pin` it is never preempted, so its blocks may be read at any time. When
+        the known tokens end it already, `finish_reason` is set and it holds nothing. Release it in any case. Raises
+        Unservable, EngineError.
         """
         self.feed.open(seq_id)
 
         def create(engine: Engine) -> tuple[Sequence, bool]:
             sequence = engine.new_sequence(
-                seq_id, token_ids, num_prompt, params, prefill_only=prefill_only, speculate=speculate
+                seq_id, token_ids, num_prompt, params, prefill_only=prefill_only, speculate=speculate, salt=salt
             )
             if pin:
                 engine.pin(seq_id)
-            return sequence, sequence.finish_reason is not None or _enter(engine, sequence, begin)
+            return sequence, sequence.finish_reason is not None or _enter(engine, sequence, begin_from)
 
         try:
             sequence, settled = await self.async_engine.call(create)
@@ -165,7 +169,7 @@ class EngineHost:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(ROOM_CHECK_S):
                         await self._freed.wait()
-                settled = await self.async_engine.call(_enter, sequence, begin)
+                settled = await self.async_engine.call(_enter, sequence, begin_from)
         except BaseException:
             await asyncio.shield(self._release(seq_id))
             raise
@@ -185,7 +189,8 @@ class EngineHost:
             await asyncio.shield(self.async_engine.call(Engine.unpin, sequence.seq_id))
 
     def block_buffer(self, block_id: int) -> Any:
-        """The block's bytes inside the paged cache, to be read or written while the sequence holds it."""
+        """The block's bytes inside the paged cache, while a sequence holds it: to be read once they are final, and to
+        be written before the sequence begins, behind what it has cached."""
         return self._engine.block_buffer(block_id)
 
     async def begin(self, sequence: Sequence, loaded_tokens: int) -> None:
@@ -213,6 +218,10 @@ class EngineHost:
         self._metrics.num_running.set(stats.running)
         self._metrics.num_waiting.set(stats.waiting)
         self._metrics.kv_cache_usage.set(self.pool.used / max(self.pool.total, 1))
+        queries, hits = self._engine.prefix_queries, self._engine.prefix_hits
+        self._metrics.prefix_cache_queries.inc(queries - self._told_queries)
+        self._metrics.prefix_cache_hits.inc(hits - self._told_hits)
+        self._told_queries, self._told_hits = queries, hits
         self.feed.deliver(steps)
         for listener in self._listeners:
             listener(steps, stats)
@@ -238,4 +247,5 @@ def engine_config(settings: EngineSettings, model: ModelFiles, sizes: BatchSizes
         max_batch_tokens=sizes.tokens,
         max_running=sizes.sequences,
         max_draft_tokens=sizes.drafts,
+        prefix_caching=settings.prefix_caching,
     )

@@ -184,7 +184,7 @@ async def test_a_sequence_that_fails_alone_is_reported_and_released_alone(
     running: AsyncEngine, listener: Listener
 ) -> None:
     def poison(engine: Engine) -> None:
-        sequence = engine.new_sequence("bad", PROMPT, len(PROMPT), greedy(5))
+        sequence = engine.new_sequence("bad", PROMPT, len(PROMPT), greedy(5), salt="bad")
         engine.admit(sequence)
         engine.block_buffer(sequence.block_ids[0])[:] = 255  # every float is NaN
         engine.set_loaded(sequence, 16)

@@ -1,8 +1,10 @@
-"""Sampling: filters equal a naive full sort, frequencies match the distribution, a coupled drafter changes nothing."""
+"""Sampling: filters equal an obvious implementation, frequencies match the distribution, drafters change nothing."""
 
 from __future__ import annotations
 
-from functools import partial
+import itertools
+from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import pytest
@@ -10,59 +12,65 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from shared.engine.logit_rules import LogitRules
 from shared.engine.noise import gumbel, uniform
 from shared.engine.sampler import candidates, choose_token
 from shared.engine.verification import verify
 from shared.protocol.jobs import SamplingParams
+from tests.unit.sampling_reference import (
+    chi_square,
+    reference_candidates,
+    reference_choice,
+    reference_distribution,
+    reference_row,
+)
 
 DRAWS = 20_000
 
 
-def params(**changes: float) -> SamplingParams:
-    return SamplingParams(max_tokens=1, seed=int(changes.pop("seed", 11)), **changes)  # type: ignore[arg-type]
-
-
-def naive_candidates(logits: NDArray[np.float32], p: SamplingParams) -> set[int]:
-    """The definition: rank by (logit down, id up); top-k, top-p of what is left, min-p against the best."""
-    scaled = logits.astype(np.float64) / p.temperature
-    order = sorted(range(len(scaled)), key=lambda i: (-scaled[i], i))
-    if p.top_k:
-        order = order[: p.top_k]
-    weights = np.exp(scaled[order] - scaled[order[0]])
-    if p.top_p < 1:
-        share, count = 0.0, 0
-        while count < len(order) and share < p.top_p * weights.sum():
-            share += weights[count]
-            count += 1
-        order = order[:count]
-    return {i for i in order if scaled[i] >= scaled[order[0]] + np.log(p.min_p)} if p.min_p else set(order)
+def params(seed: int = 11, **changes: object) -> SamplingParams:
+    return SamplingParams(max_tokens=1, seed=seed, **changes)  # type: ignore[arg-type]
 
 
 @st.composite
 def rows(draw: st.DrawFn) -> NDArray[np.float32]:
-    """Coarse values, so that ties occur at every border."""
-    size = draw(st.integers(1, 700))
-    spread = draw(st.sampled_from([0.0, 0.5, 2.0, 8.0]))
+    """Coarse values, so that ties occur at every border; some tokens are ruled out."""
+    size = draw(st.sampled_from([1, 2, 63, 300, 700, 5_000]) | st.integers(1, 700))
+    spread = draw(st.sampled_from([0.0, 0.01, 0.5, 2.0, 8.0]))
+    steps = draw(st.sampled_from([4, 1000]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    return (np.round(rng.standard_normal(size) * spread * 4) / 4).astype(np.float32)
+    row = (np.round(rng.standard_normal(size) * spread * steps) / steps).astype(np.float32)
+    if draw(st.booleans()):
+        row[rng.integers(0, size, size // 3)] = -np.inf
+        row[rng.integers(0, size)] = 0.25
+    return row
 
 
-@settings(deadline=None, max_examples=300)
-@given(
-    rows(),
-    st.sampled_from([0.3, 1.0, 1.7]),
+filters = st.builds(
+    lambda temperature, top_k, top_p, min_p: params(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
+    st.sampled_from([1e-300, 0.3, 1.0, 1.7]),
     st.sampled_from([0, 1, 2, 5, 40, 1000]),
-    st.sampled_from([1.0, 0.999, 0.9, 0.5, 0.05, 0.0]),
+    st.sampled_from([1.0, 1 - 1e-9, 0.999, 0.9, 0.5, 0.05, 1e-6]),
     st.sampled_from([0.0, 0.01, 0.3, 1.0]),
 )
-def test_candidates_equal_those_of_a_full_sort(
-    row: NDArray[np.float32], temperature: float, top_k: int, top_p: float, min_p: float
-) -> None:
-    p = params(temperature=temperature, top_k=top_k, top_p=max(top_p, 1e-6), min_p=min_p)
+
+
+@settings(deadline=None, max_examples=400)
+@given(rows(), filters)
+def test_candidates_equal_those_of_a_full_sort(row: NDArray[np.float32], p: SamplingParams) -> None:
     ids, scaled = candidates(row, p)
-    assert len(set(ids.tolist())) == len(ids)
-    assert set(ids.tolist()) == naive_candidates(row, p)
-    np.testing.assert_array_equal(scaled, row[ids].astype(np.float64) / temperature)
+    assert ids.tolist() == reference_candidates(row, p)
+    values = row.astype(np.float64)
+    np.testing.assert_array_equal(scaled, ((values - values.max()) / p.temperature)[ids])
+    assert choose_token(row, p, 5) == reference_choice(row, p, 5)
+
+
+@given(rows(), st.sampled_from([1 - 2**-53, 1 - 2**-50]))
+def test_a_top_p_that_rounding_cannot_tell_from_1_drops_nothing_that_counts(row: NDArray[np.float32], p: float) -> None:
+    ids, scaled = candidates(row, params(top_p=p))
+    every = np.exp(row.astype(np.float64) - row.max())
+    assert np.exp(scaled).sum() >= every.sum() * (1 - 1e-12)
+    assert every[ids].min() > 0
 
 
 @given(rows())
@@ -74,77 +82,167 @@ def test_temperature_zero_takes_the_lowest_id_of_the_largest_logit(row: NDArray[
 def test_logits_that_are_no_numbers_are_refused(bad: float) -> None:
     row = np.zeros(20, np.float32)
     row[7] = bad
-    for temperature in (0.0, 1.0):
+    barred = params(temperature=0.0, min_tokens=1)
+    for p in (params(temperature=0.0), params(temperature=1.0), barred):
         with pytest.raises(FloatingPointError):
-            choose_token(row, params(temperature=temperature), 3)
+            choose_token(row, p, 3, LogitRules.of(p, [1], frozenset({7}), 20))
     with pytest.raises(FloatingPointError):
         choose_token(np.full(20, -np.inf, np.float32), params(temperature=1.0), 3)
 
 
-def chi_square(counts: NDArray[np.int64], probabilities: NDArray[np.float64]) -> tuple[float, float]:
-    """(statistic, the value that it exceeds once in 10,000 times): Wilson and Hilferty's approximation."""
-    expected = probabilities * counts.sum()
-    freedom = len(counts) - 1
-    limit = freedom * (1 - 2 / (9 * freedom) + 3.719 * np.sqrt(2 / (9 * freedom))) ** 3
-    return float(((counts - expected) ** 2 / expected).sum()), limit
+def test_a_row_of_which_the_rules_leave_nothing_is_refused() -> None:
+    p = params(temperature=1.0, min_tokens=1)
+    with pytest.raises(FloatingPointError):
+        choose_token(np.zeros(3, np.float32), p, 3, LogitRules.of(p, [1], frozenset({0, 1, 2}), 3))
 
 
-def distribution(logits: NDArray[np.float32], p: SamplingParams) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    ids = np.array(sorted(naive_candidates(logits, p)))
-    weights = np.exp(logits[ids].astype(np.float64) / p.temperature)
-    return ids, weights / weights.sum()
-
+# Frequencies
 
 LOGITS = (np.random.default_rng(5).standard_normal(40) * 1.5).astype(np.float32)
+PROMPT, OUTPUT, STOP = [3, 3, 8, 21], [3, 5, 5, 5, 30], frozenset({9})
 
-CASES = {
-    "plain": params(temperature=1.0),
-    "hot": params(temperature=1.8),
-    "top-k": params(temperature=1.0, top_k=7),
-    "top-p": params(temperature=0.8, top_p=0.8),
-    "min-p": params(temperature=1.2, min_p=0.1),
-    "all": params(temperature=1.1, top_k=20, top_p=0.9, min_p=0.02),
+CASES: dict[str, dict[str, object]] = {
+    "plain": {"temperature": 1.0},
+    "hot": {"temperature": 1.8},
+    "top-k": {"temperature": 1.0, "top_k": 7},
+    "top-p": {"temperature": 0.8, "top_p": 0.8},
+    "min-p": {"temperature": 1.2, "min_p": 0.1},
+    "filters": {"temperature": 1.1, "top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
+    "bias": {"logit_bias": {3: 2.0, 12: -1.5, 9: 4.0}, "min_tokens": 6},
+    "all": {
+        "temperature": 0.9,
+        "top_p": 0.95,
+        "presence_penalty": -0.4,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 0.9,
+        "logit_bias": {7: 3.0},
+    },
 }
+
+
+def rules_behind(p: SamplingParams, output: list[int]) -> LogitRules | None:
+    rules = LogitRules.of(p, PROMPT, STOP, len(LOGITS))
+    for token in output if rules is not None else []:
+        rules.add(token)
+    return rules
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("varied", ["position", "seed"])
 def test_frequencies_match_the_distribution(case: str, varied: str) -> None:
-    p = CASES[case]
-    ids, probabilities = distribution(LOGITS, p)
-    counts = dict.fromkeys(ids.tolist(), 0)
+    p = params(**CASES[case])
+    rules = rules_behind(p, OUTPUT)
+    target = reference_distribution(reference_row(LOGITS, p, PROMPT, OUTPUT, STOP), p)
+    counts = dict.fromkeys(target, 0)
     for i in range(DRAWS):
-        one = p if varied == "position" else params(**{**_fields(p), "seed": i})
-        counts[choose_token(LOGITS, one, i if varied == "position" else 17)] += 1
-    statistic, limit = chi_square(np.array([counts[i] for i in ids.tolist()]), probabilities)
+        one, position = (p, i) if varied == "position" else (params(seed=i, **CASES[case]), 17)
+        counts[choose_token(LOGITS, one, position, rules)] += 1
+    statistic, limit = chi_square(np.array(list(counts.values())), np.array(list(target.values())))
     assert statistic < limit
 
 
-def _fields(p: SamplingParams) -> dict[str, float]:
-    return {"temperature": p.temperature, "top_p": p.top_p, "top_k": p.top_k, "min_p": p.min_p}
+# Runs of tokens, drafted and not: the logits depend on the token before, the rules on all of them.
+
+SMALL, LENGTH = 9, 3
+TARGET = (np.random.default_rng(1).standard_normal((SMALL, SMALL)) * 1.3).astype(np.float32)
+DRAFTER = TARGET + (np.random.default_rng(2).standard_normal((SMALL, SMALL)) * 0.5).astype(np.float32)
+START = [4, 2, 2]
+ENDS = frozenset({0})
+
+RUNS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "top-p": {"temperature": 0.8, "top_p": 0.9},
+    "penalties and bias": {
+        "temperature": 0.9,
+        "top_p": 0.95,
+        "presence_penalty": 0.6,
+        "frequency_penalty": 0.4,
+        "repetition_penalty": 1.3,
+        "logit_bias": {2: 1.0, 5: -1.5},
+        "min_tokens": 2,
+    },
+}
 
 
-def choice_behind(p: SamplingParams, position: int, count: int) -> int:
-    return choose_token(LOGITS, p, position + count)
+def joint_distribution(p: SamplingParams) -> dict[tuple[int, ...], float]:
+    """Probability of each run of LENGTH tokens behind START, by the obvious implementation."""
+
+    @cache
+    def behind(output: tuple[int, ...]) -> dict[int, float]:
+        last = [*START, *output][-1]
+        return reference_distribution(reference_row(TARGET[last], p, START, output, ENDS), p)
+
+    found = {}
+    for run in itertools.product(range(SMALL), repeat=LENGTH):
+        share = 1.0
+        for i, token in enumerate(run):
+            share *= behind(run[:i]).get(token, 0.0)
+        if share:
+            found[run] = share
+    return found
 
 
-def test_a_coupled_drafter_leaves_the_frequencies_alone_and_is_mostly_right() -> None:
+def chooser(
+    p: SamplingParams, tokens: list[int], table: NDArray[np.float32], rules: LogitRules | None
+) -> Callable[..., int]:
+    """What the engine does with a row: choose, then append, so that the next choice knows it."""
+
+    def choose(_row: int = 0) -> int:
+        token = choose_token(table[tokens[-1]], p, len(tokens), rules)
+        tokens.append(token)
+        if rules is not None:
+            rules.add(token)
+        return token
+
+    return choose
+
+
+def run_plain(p: SamplingParams) -> list[int]:
+    tokens = list(START)
+    choose = chooser(p, tokens, TARGET, LogitRules.of(p, START, ENDS, SMALL))
+    return [choose() for _ in range(LENGTH)]
+
+
+def run_drafted(p: SamplingParams) -> tuple[list[int], int, int]:
+    """(output, drafts right, drafts tried). The drafter has the target's noise, other logits, and knows no rules."""
+    tokens = list(START)
+    choose = chooser(p, tokens, TARGET, LogitRules.of(p, START, ENDS, SMALL))
+    right = tried = 0
+    while len(tokens) < len(START) + LENGTH:
+        guess = chooser(p, list(tokens), DRAFTER, None)
+        drafts = [guess() for _ in range(len(START) + LENGTH - len(tokens) - 1)]
+        _, accepted = verify(drafts, choose)
+        right, tried = right + accepted, tried + min(accepted + 1, len(drafts))
+    return tokens[len(START) :], right, tried
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_runs_follow_the_distribution_and_are_the_same_with_a_coupled_drafter(case: str) -> None:
+    joint = joint_distribution(params(**RUNS[case]))
+    counts = dict.fromkeys(joint, 0)
+    right = tried = 0
+    for seed in range(DRAWS):
+        p = params(seed=seed, **RUNS[case])
+        drafted, accepted, verified = run_drafted(p)
+        assert drafted == run_plain(p)
+        counts[tuple(drafted)] += 1
+        right, tried = right + accepted, tried + verified
+    statistic, limit = chi_square(np.array(list(counts.values())), np.array(list(joint.values())))
+    assert statistic < limit
+    assert 0.5 < right / tried < 0.95  # the drafter is neither perfect nor useless
+
+
+def test_a_coupled_drafter_is_right_nearly_as_often_as_any_could_be() -> None:
     p = params(temperature=1.0)
     draft_logits = LOGITS + (np.random.default_rng(6).standard_normal(40) * 0.4).astype(np.float32)
-    ids, probabilities = distribution(LOGITS, p)
-    _, guessed = distribution(draft_logits, p)
-    counts = np.zeros(len(ids), np.int64)
-    accepted = 0
-    for position in range(DRAWS):
-        draft = choose_token(draft_logits, p, position)
-        chosen, right = verify([draft], partial(choice_behind, p, position))
-        counts[chosen[0]] += 1
-        accepted += right
-    statistic, limit = chi_square(counts, probabilities)
-    assert statistic < limit
-    best_possible = np.minimum(probabilities, guessed).sum()
-    assert accepted / DRAWS > 0.85 * best_possible
-    assert accepted / DRAWS <= best_possible + 0.01
+    accepted = sum(choose_token(draft_logits, p, i) == choose_token(LOGITS, p, i) for i in range(DRAWS))
+    ours, theirs = reference_distribution(LOGITS, p), reference_distribution(draft_logits, p)
+    best_possible = sum(min(ours[i], theirs[i]) for i in ours)
+    assert 0.85 * best_possible < accepted / DRAWS < best_possible + 0.01
+
+
+# Noise
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 2**20), st.lists(st.integers(0, 200_000), min_size=1, max_size=50))

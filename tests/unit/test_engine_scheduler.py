@@ -2,100 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shared.engine.block_pool import BlockPool
 from shared.engine.errors import OutOfBlocks
-from shared.engine.scheduler import Scheduler, Work
 from shared.engine.sequence import Sequence
-from shared.protocol.jobs import SamplingParams
-
-BLOCK_TOKENS = 4
-BUDGET = 16
-MAX_RUNNING = 4
-MAX_DRAFTS = 3
-
-
-def sequence(arrival: int, prompt: int, output: int, *, drafts: int = 0) -> Sequence:
-    return Sequence(
-        seq_id=f"s{arrival}",
-        token_ids=[7] * prompt,
-        num_prompt=prompt,
-        params=SamplingParams(max_tokens=output, seed=0),
-        max_length=prompt + output,
-        speculate=True,
-        pause_after=None,
-        detokenizer=None,
-        arrival=arrival,
-        proposal=(0, [7] * (prompt + drafts)) if drafts else None,
-    )
-
-
-@dataclass
-class World:
-    """A scheduler and the sequences that it was given; `step` acts as the engine, with token 7 as every choice."""
-
-    blocks: int
-    pool: BlockPool = field(init=False)
-    scheduler: Scheduler = field(init=False)
-    sequences: list[Sequence] = field(default_factory=list)
-    allocated: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.pool = BlockPool(self.blocks)
-        self.scheduler = Scheduler(
-            self.pool,
-            block_tokens=BLOCK_TOKENS,
-            max_batch_tokens=BUDGET,
-            max_running=MAX_RUNNING,
-            max_draft_tokens=MAX_DRAFTS,
-            on_allocate=self.allocated.extend,
-        )
-
-    def add(self, new: Sequence) -> None:
-        self.sequences.append(new)
-        self.scheduler.add(new)
-
-    def step(self) -> list[Work]:
-        before = {s.seq_id: s.num_computed for s in self.scheduler.running}
-        work = self.scheduler.schedule()
-        self.check(work)
-        for w in work:
-            s = w.sequence
-            assert before.get(s.seq_id, 0) == s.num_computed or s.seq_id not in before
-            s.num_computed += w.count
-            if w.samples:
-                s.token_ids += [7] * (len(w.drafts) + 1)
-                s.num_computed += len(w.drafts)
-            if len(s.token_ids) >= s.max_length:
-                self.scheduler.remove(s)
-                self.scheduler.release(s)
-                self.sequences.remove(s)
-        return work
-
-    def check(self, work: list[Work]) -> None:
-        assert sum(w.count + len(w.drafts) for w in work) <= BUDGET
-        assert len(self.scheduler.running) <= MAX_RUNNING
-        assert len({w.sequence.seq_id for w in work}) == len(work)
-        seen_prompt = False
-        for w in work:
-            s = w.sequence
-            assert s.state == "running"
-            assert w.count >= 1
-            assert s.num_computed + w.count + len(w.drafts) <= len(s.block_ids) * BLOCK_TOKENS
-            assert w.samples == (s.num_computed + w.count == len(s.token_ids))
-            assert len(w.drafts) <= MAX_DRAFTS
-            assert len(s.token_ids) + len(w.drafts) < s.max_length
-            seen_prompt |= s.num_pending > 1
-            assert s.num_pending > 1 or not seen_prompt, "decode rows stand before prompt chunks"
-        held = [b for s in self.sequences for b in s.block_ids]
-        assert len(held) == len(set(held)) == self.pool.num_used
-        assert [s.arrival for s in self.scheduler.waiting] == sorted(s.arrival for s in self.scheduler.waiting)
-
+from tests.unit.scheduler_world import BLOCK_TOKENS, MAX_RUNNING, World, kv_rows, sequence
 
 requests = st.tuples(st.integers(1, 40), st.integers(1, 30), st.integers(0, 6), st.integers(0, 4))
 
@@ -169,6 +82,18 @@ def test_the_youngest_is_preempted_and_comes_back_before_newer_ones() -> None:
     assert world.pool.num_free == 6
 
 
+def test_of_several_younger_ones_only_the_youngest_gives_up_its_blocks() -> None:
+    world = World(9)
+    old, middle, young = sequence(0, 12, 8), sequence(1, 11, 3), sequence(2, 11, 3)
+    for s in (old, middle, young):
+        world.add(s)
+    while not young.preemptions:
+        world.step()
+    assert middle.preemptions == old.preemptions == 0
+    assert middle.state == "running"
+    world.run()
+
+
 def test_a_pinned_sequence_keeps_its_blocks() -> None:
     world = World(6)
     old, young = sequence(0, 8, 16), sequence(1, 8, 8)
@@ -228,3 +153,258 @@ def test_released_sequences_leave_nothing_behind() -> None:
     world.scheduler.release(one)
     assert world.pool.num_used == 0
     assert world.scheduler.schedule() == []
+
+
+# Prefix cache
+
+
+def chat(arrival: int, prompt: list[int], output: int = 4) -> Sequence:
+    return sequence(arrival, prompt, output, salt="tenant")
+
+
+def ended(world: World, prompt: list[int], output: int = 4) -> None:
+    """Leave the blocks of a finished sequence in the cache."""
+    world.add(chat(len(world.allocated) + 1000, prompt, output))
+    world.run()
+
+
+PROMPT = list(range(100, 119))
+
+
+def test_a_prompt_seen_before_is_taken_by_reference_and_only_its_rest_computed() -> None:
+    world = World(30)
+    first = chat(0, PROMPT, 20)
+    world.add(first)
+    world.step()
+    world.step()
+    before = world.rows_computed
+    second = chat(1, [*PROMPT[:17], 5, 5, 5, 5])
+    world.add(second)
+    world.step()
+    assert second.block_ids[:4] == first.block_ids[:4]
+    assert not set(second.block_ids[4:]) & set(first.block_ids)
+    assert second.num_cached == 16
+    assert world.rows_computed - before == 1 + 5
+    assert (world.scheduler.prefix_queries, world.scheduler.prefix_hits) == (19 + 21, 16)
+
+
+@pytest.mark.parametrize(("length", "cached"), [(16, 12), (17, 16), (4, 0), (5, 4), (1, 0)])
+def test_the_last_known_token_is_fed_again_even_if_its_block_is_cached(length: int, cached: int) -> None:
+    world = World(30)
+    ended(world, PROMPT)
+    second = chat(1, PROMPT[:length])
+    world.add(second)
+    work = world.step()
+    assert second.num_cached == cached
+    assert [(w.count, w.samples) for w in work] == [(length - cached, True)]
+
+
+def test_other_salts_and_other_beginnings_find_nothing() -> None:
+    world = World(30)
+    ended(world, PROMPT)
+    for i, stranger in enumerate((sequence(1, PROMPT, 4, salt="other"), chat(2, [9, *PROMPT]), chat(3, PROMPT[4:]))):
+        world.add(stranger)
+        world.step()
+        assert stranger.num_cached == 0, i
+
+
+def test_blocks_are_counted_as_held_only_while_somebody_holds_them() -> None:
+    world = World(30)
+    ended(world, PROMPT)
+    assert (world.pool.num_used, world.pool.num_free) == (0, 30)
+    assert world.pool.num_cached == (len(PROMPT) + 4 - 1) // BLOCK_TOKENS
+    one, two = chat(1, PROMPT), chat(2, PROMPT)
+    world.scheduler.admit(one, 20)
+    world.scheduler.admit(two, 20)
+    assert world.pool.num_used == 4 + 1 + 1
+    world.scheduler.release(one)
+    assert world.pool.num_used == 5
+    world.scheduler.release(two)
+    assert world.pool.num_used == 0
+
+
+def test_the_least_recently_used_goes_first_and_a_tail_before_its_head() -> None:
+    world = World(12)
+    old, new, both = [1] * 17, [2] * 17, [3] * 16
+    ended(world, old, 1)
+    ended(world, new, 1)
+    toucher = chat(1, old)
+    world.scheduler.admit(toucher, 17)
+    world.scheduler.release(toucher)
+    world.scheduler.admit(big := chat(2, both), 16 + 4 * BLOCK_TOKENS - 8)
+    assert len(big.block_ids) == 6
+
+    def left(prompt: list[int]) -> int:
+        probe = chat(3, prompt)
+        world.scheduler.admit(probe, 1)
+        found = probe.num_cached
+        world.scheduler.release(probe)
+        return found
+
+    assert left(new) == 8, "two of its four blocks made room, the last ones"
+    assert left(old) == 16
+
+
+def test_admission_counts_cached_blocks_that_it_takes_as_no_longer_free() -> None:
+    world = World(6)
+    ended(world, [1] * 17, 1)
+    held = sequence(1, 1, 1)
+    world.scheduler.admit(held, 2 * BLOCK_TOKENS)
+    asking = chat(2, [1] * 17)
+    with pytest.raises(OutOfBlocks, match="wants 5 more"):
+        world.scheduler.admit(asking, 17)
+    assert (asking.block_ids, asking.num_computed, world.pool.num_used) == ([], 0, 2)
+    world.scheduler.release(held)
+    world.scheduler.admit(asking, 17)
+    assert asking.num_cached == 16
+
+
+def test_a_preempted_sequence_comes_back_without_computing_again_what_nobody_took() -> None:
+    """Ten blocks: at five each the older one preempts, takes one of the five, and later ends."""
+    world = World(10)
+    old, young = sequence(0, 8, 16), sequence(1, 8, 16)
+    world.add(old)
+    world.add(young)
+    while not young.preemptions:
+        world.step()
+    assert len(young.token_ids) == 21
+    world.run()
+    assert young.preemptions == 1
+    assert world.rows_computed == 2 * 23 + BLOCK_TOKENS
+    assert young.num_cached == world.scheduler.prefix_hits == 0, "its own blocks are no hit"
+
+
+def test_only_full_blocks_of_accepted_tokens_can_be_found() -> None:
+    world = World(30)
+    drafting = chat(0, [7] * 6, 20)
+    world.add(drafting)
+    world.step()
+    drafting.proposal = (7, [7, 8, 8])
+    (work,) = world.step()
+    assert work.drafts == [7, 8, 8]
+    assert drafting.token_ids == [7] * 9
+    assert drafting.num_computed == 8
+    assert world.pool.num_cached == 2
+    follower = chat(1, [7] * 8 + [8] * 5)
+    world.add(follower)
+    world.step()
+    assert follower.num_cached == 8
+    world.run()
+
+
+def test_of_sequences_with_one_prompt_that_arrive_at_once_only_the_oldest_computes_it() -> None:
+    world = World(40)
+    twins = [chat(i, PROMPT, 6) for i in range(MAX_RUNNING)]
+    for twin in twins:
+        world.add(twin)
+    while any(t.num_pending > 1 for t in twins):
+        world.step()
+    own = len(PROMPT) % BLOCK_TOKENS
+    assert [t.num_cached for t in twins] == [0, 16, 16, 16]
+    assert world.rows_computed <= len(PROMPT) + 3 * own + sum(len(t.output_ids) - 1 for t in twins)
+    assert len({tuple(t.block_ids[:4]) for t in twins}) == 1
+    world.run()
+
+
+def test_a_twin_waits_a_step_even_when_the_budget_would_hold_both() -> None:
+    world = World(40)
+    one, two = chat(0, PROMPT[:7]), chat(1, PROMPT[:7])
+    world.add(one)
+    world.add(two)
+    assert [w.sequence for w in world.step()] == [one]
+    assert [(w.sequence, w.count) for w in world.step()] == [(one, 1), (two, 3)]
+    world.run()
+
+
+def test_a_short_common_beginning_keeps_nobody_waiting() -> None:
+    world = World(40)
+    world.add(chat(0, [1] * 4 + [2] * 2))
+    world.add(chat(1, [1] * 4 + [3] * 5))
+    assert [w.count for w in world.step()] == [6, 9]
+    world.run()
+
+
+def test_the_same_block_computed_twice_is_kept_once_unless_it_may_be_read() -> None:
+    for pins in (0, 1):
+        world = World(40)
+        one, two = chat(0, PROMPT), chat(1, PROMPT)
+        for s in (one, two):
+            s.pins = pins
+            world.sequences.append(s)
+            world.scheduler.admit(s, 20)
+        for s in (one, two):
+            rows = kv_rows(s.salt, PROMPT)
+            for position in range(18):
+                world.write(s, position, rows[position])
+            s.num_computed = 18
+            world.scheduler.commit(s)
+        world.check_blocks()
+        assert (one.block_ids[:4] == two.block_ids[:4]) == (not pins)
+        assert world.pool.num_used == (10 if pins else 6)
+        for s in (one, two):
+            world.add(s)
+        world.run()
+        assert world.pool.num_used == 0
+
+
+@pytest.mark.parametrize("sharers", [0, 1])
+def test_rewinding_into_a_full_block_takes_it_back_or_leaves_it_to_the_others(sharers: int) -> None:
+    world = World(40)
+    drafting = sequence(0, PROMPT, 20, salt="tenant", pause_after=9)
+    world.add(drafting)
+    world.run()
+    assert drafting.num_computed == 27
+    other = chat(1, [*drafting.token_ids, 1])
+    for _ in range(sharers):
+        world.sequences.append(other)
+        world.scheduler.admit(other, 30)
+    blocks = list(drafting.block_ids)
+    world.scheduler.rewind(drafting, 22)
+    drafting.token_ids = [*drafting.token_ids[:22], 9, 9]
+    world.check_blocks()
+    assert drafting.num_computed == (20 if sharers else 22)
+    assert drafting.block_ids == (blocks[:5] if sharers else blocks)
+    world.add(drafting)
+    world.run()
+    if sharers:
+        world.add(other)
+        world.run()
+
+
+def test_a_sequence_that_waits_alone_gets_the_blocks_of_those_behind_it() -> None:
+    """Nobody runs who could end, so blocks held by younger waiting ones would never come free."""
+    world = World(9)
+    first, second, third = sequence(0, 20, 4), sequence(1, 14, 2), sequence(2, 4, 2)
+    for loaded in (second, third):
+        world.sequences.append(loaded)
+        world.scheduler.admit(loaded, 12 if loaded is second else 5)
+    second.token_ids = second.token_ids[:12]
+    for s in (first, second, third):
+        world.add(s)
+    assert [w.sequence for w in world.step()][:1] == [first]
+    assert (second.preemptions, third.preemptions) == (0, 1), "the youngest went, and that was enough"
+    world.run()
+
+
+def test_what_a_failed_sequence_computed_is_not_found() -> None:
+    world = World(30)
+    failed = chat(0, PROMPT, 9)
+    world.add(failed)
+    world.step()
+    world.step()
+    world.scheduler.disown(failed)
+    world.release(failed)
+    assert world.pool.num_cached == 0
+    world.add(again := chat(1, PROMPT))
+    world.step()
+    assert again.num_cached == 0
+
+
+def test_without_prefix_caching_nothing_is_kept_or_found() -> None:
+    world = World(30, prefix_caching=False)
+    for i in range(3):
+        world.add(again := sequence(i, PROMPT, 9, salt="tenant"))
+        world.run()
+        assert again.num_cached == 0
+    assert world.pool.num_cached == 0
+    assert (world.scheduler.prefix_queries, world.scheduler.prefix_hits) == (0, 0)

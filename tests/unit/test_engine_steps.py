@@ -1,15 +1,13 @@
-"""The engine as its users see it: Transformers' tokens, drafts, resumption, ends, text, rewinding, failures."""
+"""The engine as its users see it: drafts, resumption, ends, text, rewinding, failures."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import transformers
 
 from shared.engine import (
@@ -21,19 +19,15 @@ from shared.engine import (
     PromptTooLong,
     SequenceTooLarge,
     UnknownSequence,
-    UnsupportedModel,
 )
-from shared.engine.batch import SequenceRows
 from shared.protocol.jobs import SamplingParams
 from tests.unit.engine_harness import (
-    CONFIGS,
     EOS,
     begin,
     byte_level_tokenizer,
     drain,
     greedy,
     load,
-    load_runner,
     outputs,
     sampled,
     texts,
@@ -41,7 +35,6 @@ from tests.unit.engine_harness import (
 )
 
 PROMPT = [(i * 37) % 250 for i in range(45)]
-CHANGES: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": 20}, "gemma2": {"sliding_window": 20}}
 
 
 @pytest.fixture(scope="module")
@@ -67,92 +60,6 @@ def run_alone(engine: Engine, prompt: list[int], params: SamplingParams, **optio
     found = outputs(drain(engine))["alone"]
     engine.release("alone")
     return found
-
-
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_greedy_tokens_equal_those_of_transformers(kind: str, tmp_path: Path) -> None:
-    """Windows of 20 tokens are shorter than the prompts; every prompt runs beside all others, in chunks."""
-    path = tiny_model(tmp_path, kind, **CHANGES.get(kind, {}))
-    rng = random.Random(1)
-    prompts = {str(n): [rng.randrange(250) for _ in range(n)] for n in (1, 2, 5, 17, 40, 90, 150)}
-    ours = load(path)
-    for name, prompt in prompts.items():
-        begin(ours, name, prompt, greedy(16))
-    found = outputs(drain(ours))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    for name, prompt in prompts.items():
-        ids = torch.tensor([prompt])
-        expected = theirs.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=16,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        assert found[name] == expected[0, len(prompt) :].tolist()
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "phi3", "gpt2"])
-def test_packed_weights_give_nearly_the_logits_of_full_ones(kind: str, tmp_path: Path) -> None:
-    """Biases, fused siblings and transposed weights all land where they belong."""
-    path = tiny_model(tmp_path, kind)
-    rows = [SequenceRows(PROMPT, 0, [0, 1, 2], len(PROMPT))]
-    full, packed = (load_runner(path, dtype).forward(rows).copy() for dtype in ("fp32", "fp16-packed"))
-    assert not np.array_equal(full, packed)
-    assert np.abs(full - packed).max() < 0.01 * np.abs(full).max()
-
-
-UNSUPPORTED: dict[str, tuple[transformers.PreTrainedConfig, str]] = {
-    "mixture of experts": (
-        transformers.MixtralConfig(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, vocab_size=99),
-        "mixture of experts",
-    ),
-    "dynamic rope": (
-        transformers.LlamaConfig(
-            hidden_size=32,
-            intermediate_size=32,
-            num_attention_heads=4,
-            num_hidden_layers=1,
-            vocab_size=99,
-            rope_parameters={"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0},
-        ),
-        "'dynamic'",
-    ),
-    "encoder-decoder": (
-        transformers.T5Config(d_model=32, d_ff=32, num_heads=4, num_layers=1, vocab_size=99),
-        "encoder-decoder",
-    ),
-    "no attention interface": (
-        transformers.BloomConfig(hidden_size=32, n_head=4, n_layer=1, vocab_size=99, seq_length=64),
-        "bloom|Bloom",
-    ),
-    "state space": (
-        transformers.MambaConfig(hidden_size=32, num_hidden_layers=1, vocab_size=99),
-        "mamba|Mamba",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", UNSUPPORTED)
-def test_a_model_that_cannot_be_served_exactly_is_refused_in_one_line(case: str, tmp_path: Path) -> None:
-    config, reason = UNSUPPORTED[case]
-    auto = transformers.AutoModelForSeq2SeqLM if case == "encoder-decoder" else transformers.AutoModelForCausalLM
-    auto.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match=reason) as raised:
-        load(tmp_path)
-    assert "\n" not in str(raised.value)
-
-
-def test_a_directory_without_safetensors_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="configuration"):
-        load(tmp_path)
-    tiny_model(tmp_path)
-    for file in tmp_path.glob("*.safetensors"):
-        file.unlink()
-    torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UnsupportedModel, match="safetensors"):
-        load(tmp_path)
 
 
 @pytest.mark.parametrize("params", [greedy(40), sampled(40), sampled(40, top_k=20, min_p=0.02)])
@@ -243,7 +150,7 @@ def test_kv_written_from_outside_is_used_as_if_computed(engine: Engine) -> None:
     expected = run_alone(engine, PROMPT, greedy(20))
     source = begin(engine, "source", PROMPT, greedy(1), prefill_only=True)
     drain(engine)
-    target = engine.new_sequence("target", PROMPT, len(PROMPT), greedy(20))
+    target = engine.new_sequence("target", PROMPT, len(PROMPT), greedy(20), salt="loads")
     engine.admit(target)
     assert not set(target.block_ids) & set(source.block_ids)
     for ours, theirs in zip(target.block_ids, source.block_ids, strict=False):
@@ -262,7 +169,7 @@ def test_kv_written_from_outside_is_used_as_if_computed(engine: Engine) -> None:
 def test_the_kv_is_really_read_from_the_blocks(engine: Engine) -> None:
     """Wrong bytes in a loaded block change the result, so equal results above mean something."""
     expected = run_alone(engine, PROMPT, greedy(20))
-    target = engine.new_sequence("target", PROMPT, len(PROMPT), greedy(20))
+    target = engine.new_sequence("target", PROMPT, len(PROMPT), greedy(20), salt="loads what is wrong")
     engine.admit(target)
     engine.block_buffer(target.block_ids[0]).view(np.float32)[:] = 0.5
     engine.set_loaded(target, 16)
@@ -284,7 +191,7 @@ def test_prefill_only_pauses_after_one_token_and_keeps_its_blocks(engine: Engine
 
 
 def test_a_prompt_longer_than_the_budget_is_told_chunk_by_chunk(engine: Engine) -> None:
-    begin(engine, "long", PROMPT * 7, greedy(1))
+    begin(engine, "long", PROMPT * 7, greedy(1), salt="long")
     steps = drain(engine)
     assert [s.num_computed for s in steps] == [128, 256, 315]
     assert [len(s.new_ids) for s in steps] == [0, 0, 1]
@@ -456,7 +363,7 @@ def test_pins_bar_preemption_and_show_only_full_blocks(model_path: Path) -> None
 
 def test_a_sequence_with_unusable_logits_fails_alone(engine: Engine) -> None:
     expected = run_alone(engine, PROMPT, greedy(10))
-    poisoned = engine.new_sequence("poisoned", PROMPT, len(PROMPT), sampled(10))
+    poisoned = engine.new_sequence("poisoned", PROMPT, len(PROMPT), sampled(10), salt="poison")
     engine.admit(poisoned)
     engine.block_buffer(poisoned.block_ids[0]).view(np.float32)[:] = np.nan
     engine.set_loaded(poisoned, 16)

@@ -56,6 +56,17 @@ def test_no_choice_is_asked_for_behind_a_wrong_draft() -> None:
     assert asked == [0, 1]
 
 
+def test_a_right_draft_that_ends_the_sequence_ends_the_run_and_counts_as_right() -> None:
+    chosen_so_far: list[int] = []
+
+    def choose(i: int) -> int:
+        chosen_so_far.append([7, 8, 9, 9][i])
+        return chosen_so_far[-1]
+
+    assert verify([7, 8, 9], choose, lambda: chosen_so_far[-1] == 8) == ([7, 8], 2)
+    assert chosen_so_far == [7, 8]
+
+
 @given(st.lists(tokens, min_size=1, max_size=8), st.integers(0, 10), st.lists(tokens, max_size=8), st.integers(-1, 5))
 def test_only_the_part_of_a_proposal_that_continues_the_sequence_is_used(
     known: list[int], start: int, proposed: list[int], limit: int

@@ -127,6 +127,8 @@ def test_metrics_keep_their_names() -> None:
         "headrace_num_requests_running",
         "headrace_num_requests_waiting",
         "headrace_kv_cache_usage_perc",
+        "headrace_prefix_cache_queries",
+        "headrace_prefix_cache_hits",
         "headrace_prompt_tokens",
         "headrace_generation_tokens",
         "headrace_request_success",
