@@ -1,4 +1,4 @@
-"""OpenAI's own library against Headrace: a whole answer, a stream, several at once, and a stream resumed by its id.
+"""OpenAI's own library against Headrace: a whole answer, a stream, a look at an earlier request, several answers.
 
 pip install openai
 python examples/openai_client.py
@@ -40,6 +40,16 @@ def one_stream(client: OpenAI, model: str) -> str:
     return request_id
 
 
+def three_answers(client: OpenAI, model: str) -> None:
+    """Three answers to one question, and how sure the model was of each one's first token."""
+    answer = client.chat.completions.create(
+        model=model, messages=ask("Name a colour."), max_tokens=10, n=3, seed=3, logprobs=True, top_logprobs=2
+    )
+    for choice in answer.choices:
+        sure = choice.logprobs.content[0].logprob if choice.logprobs and choice.logprobs.content else 0.0
+        print(f"-- {choice.index} ({sure:.2f}): {choice.message.content!r}")
+
+
 async def several_at_once(client: AsyncOpenAI, model: str) -> None:
     topics = ("the sea", "a mountain", "the rain")
     answers = await asyncio.gather(
@@ -69,6 +79,7 @@ async def main() -> None:
     one_answer(client, model)
     request_id = one_stream(client, model)
     look_again(client, request_id)
+    three_answers(client, model)
     async with AsyncOpenAI(base_url=arguments.base_url, api_key=arguments.key) as async_client:
         await several_at_once(async_client, model)
 
