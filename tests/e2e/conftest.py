@@ -59,9 +59,14 @@ class Stack:
         result: list[dict[str, Any]] = self.status()["stages"][stage]["instances"]
         return result
 
-    def kill_9(self, instance: str) -> None:
-        """kill -9 of one worker, as its machine would die."""
+    def pid_of(self, instance: str) -> int:
+        """Asking takes a second: do it before the work that the instance is to be killed in."""
         (pid,) = [e["pid"] for e in self.instances(instance.partition("-")[0]) if e["instance"] == instance]
+        return int(pid)
+
+    @staticmethod
+    def kill_9(pid: int) -> None:
+        """kill -9 of one worker, as its machine would die."""
         os.kill(pid, signal.SIGKILL)
 
     def wait_until_idle(self, timeout_s: float = 30) -> None:

@@ -158,14 +158,15 @@ def test_the_second_request_with_the_same_long_prompt_skips_the_cached_part(clie
 
 
 def test_kill_9_of_decode_in_mid_stream_loses_and_changes_nothing(stack: Stack, client: openai.OpenAI) -> None:
-    arguments = {"model": MODEL, "messages": QUESTION, "max_tokens": 120, "temperature": 0.7, "seed": 11}
+    arguments = {"model": MODEL, "messages": QUESTION, "max_tokens": 200, "temperature": 0.7, "seed": 11}
+    arguments["extra_body"] = {"min_tokens": 200}
     undisturbed = client.chat.completions.create(**arguments)  # type: ignore[call-overload]
-    text, request_id, killed = "", "", False
+    text, request_id, killed, victim = "", "", False, stack.pid_of("decode-0")
     for chunk in client.chat.completions.create(**arguments, stream=True):  # type: ignore[call-overload]
         request_id = chunk.id
         text += chunk.choices[0].delta.content or ""
         if not killed and len(text) > 60:
-            stack.kill_9("decode-0")
+            stack.kill_9(victim)
             killed = True
     assert killed
     assert text == undisturbed.choices[0].message.content
@@ -183,11 +184,12 @@ def test_kill_9_of_prefill_in_mid_prompt_loses_nothing(stack: Stack, client: ope
         "max_tokens": 16,
         "temperature": 0,
     }
+    victim = stack.pid_of("prefill-0")
     stream = client.chat.completions.create(**arguments, stream=True)  # type: ignore[call-overload]
     request_id = next(iter(stream)).id
     while not log_of(stack, request_id).claims:
         time.sleep(0.05)
-    stack.kill_9("prefill-0")
+    stack.kill_9(victim)
     text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
     assert claims_of(stack, request_id) == ["prefill", "prefill", "decode"]
     again = client.chat.completions.create(**arguments)  # type: ignore[call-overload]

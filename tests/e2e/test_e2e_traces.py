@@ -52,12 +52,12 @@ def test_a_request_is_one_tree_over_all_services(stack: Stack, otlp: OtlpReceive
 
 def test_the_tree_holds_after_a_redelivery(stack: Stack, otlp: OtlpReceiver) -> None:
     client = openai.OpenAI(base_url=f"{stack.url}/v1", api_key="none", max_retries=0, timeout=120)
-    request_id = ""
+    request_id, victim = "", stack.pid_of("decode-0")
     for number, chunk in enumerate(
         client.chat.completions.create(
             model=MODEL,
             messages=QUESTION,
-            max_tokens=60,
+            max_tokens=120,
             temperature=0,
             stream=True,
             extra_body={"ignore_eos": True},
@@ -65,7 +65,7 @@ def test_the_tree_holds_after_a_redelivery(stack: Stack, otlp: OtlpReceiver) -> 
     ):
         request_id = chunk.id
         if number == 10:
-            stack.kill_9("decode-0")
+            stack.kill_9(victim)
     spans = trace_of(otlp, request_id, decodes=1)
     (decode,) = [span for span in spans if span.name == "decode"]  # the killed worker's span died with it
     assert decode.attributes["headrace.decode.resumed_tokens"] > 0

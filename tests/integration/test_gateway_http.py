@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -94,6 +94,27 @@ async def test_the_sync_openai_client_streams_a_chat(gateway: GatewayProcess, wo
     assert chunks[-1].usage.completion_tokens == 4
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_the_openai_client_sits_through_a_long_silence_between_tokens(
+    start: Callable[..., GatewayProcess], worker: Worker
+) -> None:
+    """Comments keep the connection alive in every pause; none of them is an event, also after one with an id."""
+    patient = start(ping_interval_s="0.05")
+    seed = fresh_seed()
+    worker.reserve(seed)
+    async with AsyncOpenAI(base_url=f"{patient.url}/v1", api_key="any", max_retries=0, timeout=PATIENCE_S) as client:
+        stream = await client.chat.completions.create(model="tiny", messages=MESSAGES, stream=True, seed=seed)
+        work = await worker.take(seed)
+        await work.claim()
+        for word in ("slow", "ly"):
+            await asyncio.sleep(0.3)
+            await work.say(word)
+        await asyncio.sleep(0.3)
+        await work.end()
+        chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "slowly"
+    assert chunks[-1].choices[0].finish_reason == "stop"
 
 
 async def test_the_openai_client_completes_text_and_token_ids_whole_and_streamed(
