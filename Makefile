@@ -10,7 +10,7 @@ export OPENBLAS_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test test-parity lint bench bench-engine bench-kv wheels compose-test clean
+.PHONY: help install up down test test-parity lint bench bench-engine bench-gpu bench-kv wheels compose-test clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,10 @@ bench: $(INSTALLED) ## Two minutes of load on the local stack (started for it un
 bench-engine: $(INSTALLED) ## The engine alone beside its peers and the machine's limits, five minutes on one core
 	@mkdir -p bench-results
 	$(BIN)/python -m loadgen.engine_bench --json bench-results/bench-engine.json
+
+bench-gpu: $(INSTALLED) ## The CUDA path beside Transformers and the device's limits, 8 minutes; needs an NVIDIA GPU
+	@mkdir -p bench-results
+	$(BIN)/python -m loadgen.gpu_bench --json bench-results/bench-gpu.json
 
 bench-kv: $(INSTALLED) ## Speed of the KV plane beside a plain memory copy
 	@mkdir -p bench-results
