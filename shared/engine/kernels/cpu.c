@@ -12,7 +12,7 @@
 #define LANES 16
 #define CACHE_LINE 64
 #define PANEL 32       /* columns of a product that are computed together */
-#define KEY_TILE PANEL /* keys whose scores are computed together */
+#define AHEAD 32       /* keys asked for before they are needed */
 #define VALUE_TILE 128 /* keys whose values are summed before they join the total; decides rounding */
 #define MAX_ROWS 96    /* query rows (token x head of one KV head) that share one pass over the cache */
 
@@ -25,12 +25,13 @@
 #define BLOCK_VECTORS 1
 #endif
 
-typedef float vec __attribute__((vector_size(LANES * sizeof(float)), aligned(4)));
-typedef _Float16 hvec __attribute__((vector_size(LANES * sizeof(_Float16)), aligned(2)));
-typedef int32_t ivec __attribute__((vector_size(LANES * sizeof(int32_t)), aligned(4)));
+typedef float vec __attribute__((ext_vector_type(LANES)));
+typedef _Float16 hvec __attribute__((ext_vector_type(LANES)));
+typedef int32_t ivec __attribute__((ext_vector_type(LANES)));
 
 static inline int64_t less(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t more(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 static inline vec load(const float *from) {
     vec v;
@@ -42,9 +43,9 @@ static inline void store(float *to, vec v) { memcpy(to, &v, sizeof v); }
 
 static inline vec fma_(vec a, vec b, vec c) { return __builtin_elementwise_fma(a, b, c); }
 
-static inline vec all(float x) { return (vec){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+static inline vec all(float x) { return (vec)(x); }
 
-static inline vec select(ivec mask, vec yes, vec no) { return (vec)((mask & (ivec)yes) | (~mask & (ivec)no)); }
+static inline vec select(ivec mask, vec yes, vec no) { return mask ? yes : no; }
 
 /* The first `n` floats, zeros behind them. */
 static inline vec load_part(const float *from, int64_t n) {
@@ -102,7 +103,9 @@ static inline vec exp_(vec x) {
     p = fma_(p, r, all(5.0000001201e-1f));
     p = fma_(p * r, r, r) + all(1.0f);
     ivec whole = __builtin_convertvector(select(x == x, n, all(0.0f)), ivec);
-    vec power = (vec)((whole + 127) << 23);
+    whole = (whole + 127) << 23;
+    vec power;
+    memcpy(&power, &whole, sizeof power);
     return p * power;
 }
 
@@ -154,7 +157,7 @@ void hr_unit_rows(const float *x, float *out, float *scales, int64_t rows, int64
         vec most = {};
         for (int64_t i = 0; i < size; i += LANES) {
             vec v = load_part(x + i, size - i < LANES ? size - i : LANES);
-            v = (vec)((ivec)v & 0x7fffffff);
+            v = __builtin_elementwise_abs(v);
             most = select(v <= most, most, v); /* keeps a NaN */
         }
         float scale = max_lanes(most);
@@ -279,16 +282,8 @@ static inline vec zip_high(vec a, vec b) {
     return __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
 
-/* 16 rows of 16 numbers become columns: four rounds of zipping row i with row i + 8. */
-static inline void transpose(vec rows[LANES]) {
-    vec other[LANES];
-    for (int round = 0; round < 2; round++) {
-        for (int i = 0; i < LANES / 2; i++)
-            other[2 * i] = zip_low(rows[i], rows[i + 8]), other[2 * i + 1] = zip_high(rows[i], rows[i + 8]);
-        for (int i = 0; i < LANES / 2; i++)
-            rows[2 * i] = zip_low(other[i], other[i + 8]), rows[2 * i + 1] = zip_high(other[i], other[i + 8]);
-    }
-}
+/* Two vectors' lanes added pairwise: half as many partial sums of each, side by side. */
+static inline vec fold(vec a, vec b) { return zip_low(a, b) + zip_high(a, b); }
 
 /* Asks for all that `part` will read of the `n` tokens from `first` on, given K or V of the layer: memory is slower than
  * what is done with its contents. */
@@ -301,53 +296,85 @@ static inline void fetch(const layer_t *layer, const int64_t *blocks, const char
         for (int64_t i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(rows[k] + i, 0, 2);
 }
 
-/* n <= 32 keys, transposed: out [head_dim][32], zeros behind the n-th. */
-static inline __attribute__((always_inline)) void pack_keys(const char **keys, int64_t n, int64_t head_dim, int half,
-                                                            float *out) {
-    for (int64_t first = 0; first < KEY_TILE; first += LANES, out += LANES)
-        for (int64_t d = 0; d < head_dim; d += LANES) {
-            int64_t wide = less(LANES, head_dim - d);
-            vec rows[LANES];
-            if (first + LANES <= n && wide == LANES)
-                for (int k = 0; k < LANES; k++) rows[k] = load_cached(keys[first + k], d, LANES, half);
-            else
-                for (int k = 0; k < LANES; k++)
-                    rows[k] = first + k < n ? load_cached(keys[first + k], d, wide, half) : all(0.0f);
-            transpose(rows);
-            for (int64_t i = 0; i < wide; i++) store(out + (d + i) * KEY_TILE, rows[i]);
+/* n <= 16 keys: out [16][deep], zeros behind each and behind the n-th. Key k stands where folding brings it to lane k. */
+static inline __attribute__((always_inline)) void unpack_keys(const char **keys, int64_t n, int64_t head_dim, int half,
+                                                              float *out, int64_t deep) {
+    static const int64_t place[LANES] = {0, 8, 4, 12, 2, 10, 6, 14, 1, 9, 5, 13, 3, 11, 7, 15};
+    if (n == LANES && head_dim == deep) {
+        for (int64_t k = 0; k < LANES; k++)
+            for (int64_t d = 0; d < deep; d += LANES)
+                store(out + place[k] * deep + d, load_cached(keys[k], d, LANES, half));
+        return;
+    }
+    for (int64_t k = 0; k < LANES; k++)
+        for (int64_t d = 0; d < deep; d += LANES)
+            store(out + place[k] * deep + d,
+                  k < n ? load_cached(keys[k], d, less(LANES, head_dim - d), half) : all(0.0f));
+}
+
+/* q.k of one query with 16 keys. A sum runs over the lanes' vectors in order, then over the lanes by folding. */
+static inline __attribute__((always_inline)) vec dot(const float *q, const float *key, int vectors) {
+    vec sum = load(q) * load(key);
+    for (int i = 1; i < vectors; i++) sum = fma_(load(q + i * LANES), load(key + i * LANES), sum);
+    return sum;
+}
+
+static inline __attribute__((always_inline)) vec dots(const float *q, const float *keys, int vectors) {
+    const int64_t deep = vectors * LANES;
+    vec four[4];
+    for (int i = 0; i < 4; i++, keys += 4 * deep)
+        four[i] = fold(fold(dot(q, keys, vectors), dot(q, keys + deep, vectors)),
+                       fold(dot(q, keys + 2 * deep, vectors), dot(q, keys + 3 * deep, vectors)));
+    return fold(fold(four[0], four[1]), fold(four[2], four[3]));
+}
+
+/* scores[row][16] = q[row] . keys for `rows` queries [rows][deep]. */
+static void score(const float *q, int64_t rows, const float *keys, int64_t deep, float *scores, int64_t stride) {
+    for (int64_t r = 0; r < rows; r++, q += deep, scores += stride)
+        switch (deep / LANES) { /* a constant count is unrolled */
+        case 4: store(scores, dots(q, keys, 4)); break;
+        case 8: store(scores, dots(q, keys, 8)); break;
+        default: store(scores, dots(q, keys, (int)(deep / LANES)));
         }
 }
 
 /* n values: out [n][width], zeros behind head_dim. */
-static inline __attribute__((always_inline)) void pack_values(const char **values, int64_t n, int64_t head_dim, int half,
-                                                              float *out, int64_t width) {
+static inline __attribute__((always_inline)) void unpack_values(const char **values, int64_t n, int64_t head_dim,
+                                                                int half, float *out, int64_t width) {
     for (int64_t k = 0; k < n; k++, out += width)
-        for (int64_t d = 0; d < width; d += LANES)
-            store(out + d, load_cached(values[k], d, less(LANES, more(0, head_dim - d)), half));
+        if (head_dim == width)
+            for (int64_t d = 0; d < width; d += LANES) store(out + d, load_cached(values[k], d, LANES, half));
+        else
+            for (int64_t d = 0; d < width; d += LANES)
+                store(out + d, load_cached(values[k], d, less(LANES, more(0, head_dim - d)), half));
 }
 
 /* scores [first .. last] of one row -> their softmax without the division; everything else in [begin, end), which are
- * multiples of 32, becomes 0. Returns 1 / sum. */
+ * multiples of 16, becomes 0. Returns 1 / sum. */
 static float softmax(float *scores, int64_t begin, int64_t end, int64_t first, int64_t last, float softcap) {
     const ivec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    vec most = all(-__builtin_inff());
+    const vec never = all(-__builtin_inff());
+    vec most = never, sum = {};
     for (int64_t i = begin; i < end; i += LANES) {
-        ivec key = lane + (int32_t)i;
         vec s = load(scores + i);
         if (softcap > 0.0f) { /* softcap * tanh(s / softcap) */
             vec e = exp_(s * all(2.0f / softcap));
             s = all(softcap) - all(2.0f * softcap) / (e + all(1.0f));
         }
-        s = select((key >= (int32_t)first) & (key <= (int32_t)last), s, all(-__builtin_inff()));
+        if (i < first || i + LANES - 1 > last) {
+            ivec key = lane + (int32_t)i;
+            s = select((key >= (int32_t)first) & (key <= (int32_t)last), s, never);
+        }
         store(scores + i, s);
         most = select(s <= most, most, s);
     }
-    float best = max_lanes(most);
-    vec sum = {};
+    vec best = all(max_lanes(most));
     for (int64_t i = begin; i < end; i += LANES) {
-        ivec key = lane + (int32_t)i;
-        vec e = exp_(load(scores + i) - all(best));
-        e = select((key >= (int32_t)first) & (key <= (int32_t)last), e, all(0.0f));
+        vec e = exp_(load(scores + i) - best);
+        if (i < first || i + LANES - 1 > last) {
+            ivec key = lane + (int32_t)i;
+            e = select((key >= (int32_t)first) & (key <= (int32_t)last), e, all(0.0f));
+        }
         store(scores + i, e);
         sum += e;
     }
@@ -356,8 +383,8 @@ static float softmax(float *scores, int64_t begin, int64_t end, int64_t first, i
 
 /* How many floats of scratch `hr_attend` wants for sequences of up to `longest` tokens. */
 int64_t hr_attend_scratch(int64_t longest, int64_t head_dim) {
-    int64_t width = (head_dim + 31) / 32 * 32, context = (longest + VALUE_TILE - 1) / VALUE_TILE * VALUE_TILE;
-    return MAX_ROWS * (context + head_dim + width) + KEY_TILE * head_dim + VALUE_TILE * width;
+    int64_t deep = up(head_dim, LANES), width = up(head_dim, PANEL);
+    return MAX_ROWS * (up(longest, VALUE_TILE) + deep + width) + LANES * deep + VALUE_TILE * width;
 }
 
 /* What one row may see of [low, high). */
@@ -379,22 +406,22 @@ static void add_values(const layer_t *layer, int64_t start, const part_t *part, 
             common_low = more(common_low, low[i]), common_high = less(common_high, high[i]);
         }
         if (common_low >= common_high) common_low = common_high = tile; /* nothing in common: each row alone */
-        for (int64_t d = 0; d < width; d += KEY_TILE) {
-            float sum[BLOCK_ROWS * KEY_TILE] = {0};
+        for (int64_t d = 0; d < width; d += PANEL) {
+            float sum[BLOCK_ROWS * PANEL] = {0};
             const float *at_tile = packed + d, *p = scores + r * context;
             if (common_low < common_high) {
                 for (int64_t i = 0; i < count; i++)
                     multiply_block(1, p + i * context + low[i], context, at_tile + (low[i] - tile) * width, width,
-                                   common_low - low[i], sum + i * KEY_TILE, KEY_TILE);
+                                   common_low - low[i], sum + i * PANEL, PANEL);
                 multiply_block((int)count, p + common_low, context, at_tile + (common_low - tile) * width, width,
-                               common_high - common_low, sum, KEY_TILE);
+                               common_high - common_low, sum, PANEL);
             }
             for (int64_t i = 0; i < count; i++) {
                 int64_t next = common_low < common_high ? common_high : low[i];
                 multiply_block(1, p + i * context + next, context, at_tile + (next - tile) * width, width,
-                               high[i] - next, sum + i * KEY_TILE, KEY_TILE);
+                               high[i] - next, sum + i * PANEL, PANEL);
                 float *to = total + (r + i) * width + d;
-                for (int64_t j = 0; j < KEY_TILE; j += LANES) store(to + j, load(to + j) + load(sum + i * KEY_TILE + j));
+                for (int64_t j = 0; j < PANEL; j += LANES) store(to + j, load(to + j) + load(sum + i * PANEL + j));
             }
         }
     }
@@ -402,12 +429,13 @@ static void add_values(const layer_t *layer, int64_t start, const part_t *part, 
 
 static void attend_part(const layer_t *layer, const int64_t *blocks, int64_t start, const part_t *part, const float *q,
                         int64_t token_stride, int64_t head_stride, float *out, float *scratch) {
-    int64_t head_dim = layer->head_dim, width = (head_dim + 31) / 32 * 32, share = layer->share, rows = part->rows;
+    int64_t head_dim = layer->head_dim, share = layer->share, rows = part->rows;
+    int64_t deep = up(head_dim, LANES), width = up(head_dim, PANEL);
     int64_t newest = start + (part->begin + rows - 1) / share, oldest = start + part->begin / share;
-    int64_t context = (newest + VALUE_TILE) / VALUE_TILE * VALUE_TILE;
+    int64_t context = up(newest + 1, VALUE_TILE), end = up(newest + 1, LANES);
     int64_t from = layer->window ? more(0, oldest - layer->window + 1) / VALUE_TILE * VALUE_TILE : 0;
-    float *scaled = scratch, *total = scaled + MAX_ROWS * head_dim, *packed = total + MAX_ROWS * width;
-    float *scores = packed + KEY_TILE * head_dim + VALUE_TILE * width;
+    float *scaled = scratch, *total = scaled + MAX_ROWS * deep, *keys = total + MAX_ROWS * width;
+    float *values = keys + LANES * deep, *scores = values + VALUE_TILE * width;
     float inverse[MAX_ROWS];
     const char *at[VALUE_TILE];
     int half = layer->element_bytes == sizeof(_Float16);
@@ -416,29 +444,22 @@ static void attend_part(const layer_t *layer, const int64_t *blocks, int64_t sta
         for (int64_t r = 0; r < rows; r++) {
             int64_t token = (part->begin + r) / share, head = (part->head + h) * share + (part->begin + r) % share;
             const float *source = q + token * token_stride + head * head_stride;
-            float *to = scaled + (h * rows + r) * head_dim;
-            for (int64_t d = 0; d < head_dim; d++) to[d] = source[d] * layer->scaling;
+            float *to = scaled + (h * rows + r) * deep;
+            for (int64_t d = 0; d < deep; d++) to[d] = d < head_dim ? source[d] * layer->scaling : 0.0f;
         }
-    for (int64_t tile = from; tile <= newest; tile += KEY_TILE) {
-        int64_t n = less(KEY_TILE, newest + 1 - tile);
-        fetch(layer, blocks, layer->keys, part, tile + n, less(KEY_TILE, newest + 1 - tile - n));
+    for (int64_t tile = from; tile <= newest; tile += LANES) {
+        int64_t n = less(LANES, newest + 1 - tile);
+        fetch(layer, blocks, layer->keys, part, tile + AHEAD, less(LANES, newest + 1 - tile - AHEAD));
         for (int64_t h = 0; h < part->heads; h++) {
             find(layer, blocks, layer->keys, part->head + h, tile, n, at);
             if (half)
-                pack_keys(at, n, head_dim, 1, packed);
+                unpack_keys(at, n, head_dim, 1, keys, deep);
             else
-                pack_keys(at, n, head_dim, 0, packed);
-            for (int64_t r = 0; r < rows; r += BLOCK_ROWS) {
-                int64_t count = less(BLOCK_ROWS, rows - r);
-                float *to = scores + (h * rows + r) * context + tile;
-                for (int64_t i = 0; i < count; i++) memset(to + i * context, 0, KEY_TILE * sizeof(float));
-                multiply_block((int)count, scaled + (h * rows + r) * head_dim, head_dim, packed, KEY_TILE, head_dim, to,
-                               context);
-            }
+                unpack_keys(at, n, head_dim, 0, keys, deep);
+            score(scaled + h * rows * deep, rows, keys, deep, scores + h * rows * context + tile, context);
         }
     }
-    fetch(layer, blocks, layer->values, part, from, less(VALUE_TILE, newest + 1 - from));
-    int64_t end = (newest + KEY_TILE) / KEY_TILE * KEY_TILE;
+    fetch(layer, blocks, layer->values, part, from, less(AHEAD, newest + 1 - from));
     for (int64_t r = 0; r < part->heads * rows; r++) {
         int64_t first = 0, last = end;
         bounds(layer, start + (part->begin + r % rows) / share, &first, &last);
@@ -447,14 +468,17 @@ static void attend_part(const layer_t *layer, const int64_t *blocks, int64_t sta
     memset(total, 0, (size_t)(part->heads * rows * width) * sizeof(float));
     for (int64_t tile = from; tile <= newest; tile += VALUE_TILE) {
         int64_t n = less(VALUE_TILE, newest + 1 - tile);
-        fetch(layer, blocks, layer->values, part, tile + n, less(VALUE_TILE, newest + 1 - tile - n));
         for (int64_t h = 0; h < part->heads; h++) {
             find(layer, blocks, layer->values, part->head + h, tile, n, at);
-            if (half)
-                pack_values(at, n, head_dim, 1, packed, width);
-            else
-                pack_values(at, n, head_dim, 0, packed, width);
-            add_values(layer, start, part, scores + h * rows * context, context, packed, tile, n,
+            for (int64_t i = 0; i < n; i += LANES) {
+                if (h == 0)
+                    fetch(layer, blocks, layer->values, part, tile + i + AHEAD, less(LANES, newest + 1 - tile - i - AHEAD));
+                if (half)
+                    unpack_values(at + i, less(LANES, n - i), head_dim, 1, values + i * width, width);
+                else
+                    unpack_values(at + i, less(LANES, n - i), head_dim, 0, values + i * width, width);
+            }
+            add_values(layer, start, part, scores + h * rows * context, context, values, tile, n,
                        total + h * rows * width, width);
         }
     }
