@@ -41,6 +41,13 @@ class EngineSettings(CommonSettings):
     dtype: Literal["auto", "fp32", "fp16-packed", "int8", "bf16"] = Field(
         "auto", description="auto: fp16-packed products on CPU, bf16 on CUDA; int8 is quicker on CPU and less exact"
     )
+    attention: Literal["auto", "kernels", "torch", "triton", "flash"] = Field(
+        "auto", description="auto: the fastest exact one that is installed and passes its trial; flash needs fast"
+    )
+    exactness: Literal["exact", "fast"] = Field(
+        "exact", description="fast (CUDA only): quicker kernels, but tokens near a tie may depend on the batch"
+    )
+    cuda_graphs: bool = Field(True, description="Capture decode steps at start; only CUDA has them")
     threads: int = Field(1, ge=1, description="Compute threads of this process; more than one core each is 10x slower")
     block_tokens: int = Field(32, ge=8, le=256, description="Tokens in a KV block; the same in every worker")
     stall_s: float = Field(

@@ -9,7 +9,7 @@ import msgspec
 from torch import nn
 
 from loadgen.engine_bench.errors import MeasurementError
-from shared.engine.packed_linear import Int8Linear, PackedLinear
+from shared.engine.packed_linear import HalfLinear, Int8Linear, PackedLinear
 
 _FP16_BLOCK = (16, 512)
 """fbgemm keeps fp16 weights in blocks of so many outputs and inputs and fills the last ones up: 576 inputs take the
@@ -56,7 +56,11 @@ def weight_bytes(module: nn.Module) -> Weights:
     plain = sum(t.nbytes for t in (*module.parameters(), *module.buffers()))
     padding = 0
     for layer in module.modules():
-        if isinstance(layer, PackedLinear):
+        if isinstance(layer, HalfLinear):
+            unfilled = layer.panels.nbytes - 2 * layer.out_features * layer.in_features
+            plain -= unfilled
+            padding += unfilled
+        elif isinstance(layer, PackedLinear):
             sizes = (layer.out_features, layer.in_features)
             filled = [-(-n // block) * block for n, block in zip(sizes, _FP16_BLOCK, strict=True)]
             plain += 2 * math.prod(sizes)

@@ -20,7 +20,7 @@ from shared.protocol.records import Accepted, Ended, ErrorInfo, Tokens
 
 DONE: Final = b"data: [DONE]\n\n"
 PING: Final = b": ping\n"
-"""A comment, without the empty line that ends an event: clients that remember the last id would take that for an event."""
+"""A comment, without the empty line that ends an event: clients that remember the last id would take it for one."""
 
 
 class _Choice:

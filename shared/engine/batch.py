@@ -92,6 +92,19 @@ class SafeSizes:
     head_rows: Callable[[int], int]
 
 
+def lay_out(sequences: list[SequenceRows], input_ids: Index, positions: Index) -> list[Span]:
+    """Place the sequences' tokens and positions one after the other in two arrays of at least as many rows."""
+    spans: list[Span] = []
+    first = 0
+    for s in sequences:
+        span = Span(first, s.start, len(s.token_ids), np.asarray(s.block_ids, np.int64))
+        first += span.count
+        input_ids[span.first : first] = s.token_ids
+        positions[span.first : first] = np.arange(span.start, span.context)
+        spans.append(span)
+    return spans
+
+
 class BatchBuilder:
     """Turns sequences into a Batch."""
 
@@ -102,20 +115,15 @@ class BatchBuilder:
 
     def build(self, sequences: list[SequenceRows]) -> Batch:
         """Rows stand in the order given."""
-        spans: list[Span] = []
-        tokens = 0
-        for s in sequences:
-            spans.append(Span(tokens, s.start, len(s.token_ids), np.asarray(s.block_ids, np.int64)))
-            tokens += len(s.token_ids)
+        tokens = sum(len(s.token_ids) for s in sequences)
         padded = self._safe.rows(tokens)
         input_ids = np.zeros(padded, np.int64)
         positions = np.zeros(padded, np.int64)
+        spans = lay_out(sequences, input_ids, positions)
         logit_rows: list[int] = []
         for s, span in zip(sequences, spans, strict=True):
-            at = slice(span.first, span.first + span.count)
-            input_ids[at] = s.token_ids
-            positions[at] = np.arange(span.start, span.context)
-            logit_rows.extend(range(at.stop - s.num_logits, at.stop))
+            end = span.first + span.count
+            logit_rows.extend(range(end - s.num_logits, end))
         num_logits = len(logit_rows)
         if num_logits:
             logit_rows.extend([logit_rows[0]] * (self._safe.head_rows(num_logits) - num_logits))

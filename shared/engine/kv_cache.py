@@ -37,6 +37,9 @@ class KVCache:
         """Zero the blocks, so that no value of an earlier holder (a NaN, say) can reach a new one."""
         for block_id in block_ids:
             self.data[block_id].zero_()
+        if self.data.device.type == "cuda" and block_ids:
+            # UCX, which knows nothing of torch's stream, may fill the block next.
+            torch.cuda.current_stream(self.data.device).synchronize()
 
     def buffer(self, block_id: int) -> Any:
         """The block's bytes, writable and without a copy: a uint8 numpy array on CPU, a device tensor on CUDA."""

@@ -5,6 +5,7 @@ Safetensors only, no code from the model's repository. What cannot be served rai
 
 from __future__ import annotations
 
+import ctypes
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,12 @@ from shared.engine.activations import replace_activations
 from shared.engine.attention import ATTENTION_NAME, register
 from shared.engine.attention_check import AttentionShape, check_attention
 from shared.engine.config import EngineConfig
+from shared.engine.cuda_products import TiledLinear
+from shared.engine.device_rotary import make_tables_whole
 from shared.engine.errors import UnsupportedModel
 from shared.engine.experts import replace_experts
 from shared.engine.norms import replace_norms
-from shared.engine.packed_linear import linear_maker, replace_linears
+from shared.engine.packed_linear import MakeLinear, linear_maker, plain_linear, replace_linears
 from shared.engine.rotary import replace_rotary
 from shared.protocol.blocks import KVLayout
 
@@ -75,12 +78,16 @@ def load_model(config: EngineConfig) -> LoadedModel:
     with torch.inference_mode(False), torch.no_grad():
         check_attention(module, str(hf_config.model_type), shape)
         _make_experts_exact(module, config, hf_config)
+        replace_linears(module, _linear_maker(config))
         if config.device == "cpu":
-            replace_linears(module, linear_maker(config.dtype))
             replace_norms(module)
             replace_activations(module)
         positions = replace_rotary(module, str(hf_config.model_type), shape.positions)
+        if config.device == "cuda":
+            make_tables_whole(module)
     module = module.to(config.device)
+    if config.dtype in ("fp16-packed", "int8"):
+        _let_go_of_file(module)
     layout = KVLayout(
         model=config.model_name,
         fingerprint=config.fingerprint,
@@ -90,7 +97,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         head_dim=shape.head_dim,
         block_tokens=config.block_tokens,
         rope=_canonical_rope(text),
-        numerics=f"{config.device}/{config.dtype}",
+        numerics=f"{config.device}/{config.dtype}" + ("/fast" if config.exactness == "fast" else ""),
     )
     return LoadedModel(
         module=module,
@@ -100,6 +107,18 @@ def load_model(config: EngineConfig) -> LoadedModel:
         context_length=positions,
         eos_token_ids=_eos_token_ids(config, hf_config),
     )
+
+
+def _let_go_of_file(module: nn.Module) -> None:
+    """Copy what was not packed, so that the mapped file with all other weights leaves this process's memory.
+
+    With unpacked weights the mapping is the better copy: workers on one machine share it.
+    """
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's: what packing used goes back to the system
+    if trim is not None:
+        trim(0)
 
 
 def _check_config(config: Any) -> None:
@@ -135,9 +154,16 @@ def _attention_shape(config: Any) -> AttentionShape:
 def _make_experts_exact(module: nn.Module, config: EngineConfig, hf_config: Any) -> None:
     """Raises UnsupportedModel for a mixture of experts that is not understood."""
     kind, text = hf_config.model_type, hf_config.get_text_config(decoder=True)
-    replaced = replace_experts(module, kind, linear_maker(config.dtype), torch.device(config.device))
+    replaced = replace_experts(module, kind, _linear_maker(config), torch.device(config.device))
     if not replaced and any((getattr(text, name, None) or 0) > 1 for name in _EXPERT_FIELDS):
         raise UnsupportedModel(f"model type {kind!r} is a mixture of experts of a kind that is not served")
+
+
+def _linear_maker(config: EngineConfig) -> MakeLinear:
+    """How linear layers are held: packed on CPU, in row tiles on CUDA unless exactness was given up."""
+    if config.device == "cpu":
+        return linear_maker(config.dtype, config.threads)
+    return TiledLinear if config.exactness == "exact" else plain_linear
 
 
 def _kv_dtype(config: EngineConfig) -> str:

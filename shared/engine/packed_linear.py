@@ -11,6 +11,9 @@ from torch import nn
 
 from shared.engine.kernels import library
 
+PANEL = 32
+"""Outputs that the kernel computes together."""
+
 _GROUPS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -18,8 +21,53 @@ _GROUPS: tuple[tuple[str, ...], ...] = (
 """Children that Transformers calls one after the other on the same input; fused where all are plain Linear layers."""
 
 
+class HalfLinear(nn.Module):
+    """`x @ weight.T + bias` with weights rounded to fp16 and sums in fp32, by our kernel, on one thread.
+
+    The same bits at any number of rows, and those of PackedLinear where the outputs are a multiple of 16; quicker than
+    that at few rows, and the weights take no room for padding.
+    """
+
+    panels: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("panels", _panels(weight), persistent=False)
+        self.register_buffer("bias", None if bias is None else bias.detach().float().clone(), persistent=False)
+        # The kernel takes addresses; looking a buffer up costs more than calling it.
+        self._panels_at = self.panels.data_ptr()
+        self._bias_at = None if self.bias is None else self.bias.data_ptr()
+        self._kernel = library().hr_linear_half
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features], fp32."""
+        x = x.contiguous()
+        out = x.new_empty((*x.shape[:-1], self.out_features))
+        self._kernel(
+            x.data_ptr(),
+            self._panels_at,
+            self._bias_at,
+            out.data_ptr(),
+            x.numel() // self.in_features,
+            self.in_features,
+            self.out_features,
+        )
+        return out
+
+
+def _panels(weight: torch.Tensor) -> torch.Tensor:
+    """[out, in] -> fp16 [ceil(out / PANEL), in, PANEL], zeros behind the last output. Nothing becomes infinite."""
+    size, depth = weight.shape
+    limit = torch.finfo(torch.float16).max
+    panels = torch.zeros((-(-size // PANEL), PANEL, depth), dtype=torch.float16)
+    panels.view(-1, depth)[:size] = weight.detach().float().clamp(-limit, limit).half()
+    return panels.transpose(1, 2).contiguous()
+
+
 class PackedLinear(nn.Module):
-    """`x @ weight.T + bias` with weights rounded to fp16 and sums in fp32. The fp32 weight is not kept."""
+    """`x @ weight.T + bias` with weights rounded to fp16 and sums in fp32, by fbgemm, on all of torch's threads."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -142,11 +190,11 @@ def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
     return linear
 
 
-def linear_maker(dtype: str) -> MakeLinear:
-    """How linear layers are held under an EngineConfig's `dtype`."""
+def linear_maker(dtype: str, threads: int) -> MakeLinear:
+    """How linear layers are held under an EngineConfig's `dtype` and `threads`."""
     if dtype in ("fp16-packed", "int8"):
         torch.backends.quantized.engine = "fbgemm"
-    makers: dict[str, MakeLinear] = {"fp16-packed": PackedLinear, "int8": Int8Linear}
+    makers: dict[str, MakeLinear] = {"fp16-packed": HalfLinear if threads == 1 else PackedLinear, "int8": Int8Linear}
     return makers.get(dtype, plain_linear)
 
 

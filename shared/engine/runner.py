@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
 from shared.engine.activations import UniformActivation
 from shared.engine.attention import BATCH_KEY
-from shared.engine.batch import AttentionBackend, Batch, BatchBuilder, SafeSizes, SequenceRows
+from shared.engine.attention_choice import Candidate, attention_candidates
+from shared.engine.attention_trial import AttentionTrial, VariantBackend
+from shared.engine.batch import AttentionBackend, AttentionShape, Batch, BatchBuilder, SafeSizes, SequenceRows
 from shared.engine.config import EngineConfig
+from shared.engine.cuda_graphs import GRAPH_ROWS, GraphSet, StaticBackend
+from shared.engine.cuda_products import TILE_ROWS, TiledLinear, prepare_device, prove_tiles
 from shared.engine.direct_calls import call_directly
 from shared.engine.errors import EngineError, NumericsError, UnsupportedModel
 from shared.engine.fused_layer import FusedDecoderLayer, is_fusable
@@ -23,10 +29,9 @@ from shared.engine.kernel_attention import KernelAttention
 from shared.engine.kv_cache import KVCache
 from shared.engine.loader import LoadedModel, load_model
 from shared.engine.norms import KernelRMSNorm
-from shared.engine.packed_linear import FusedPart, Int8Linear, PackedLinear
+from shared.engine.packed_linear import FusedPart, HalfLinear, Int8Linear, PackedLinear
 from shared.engine.rotary import RotaryTable
 from shared.engine.row_safety import VARIANTS, Probe, safe_rows
-from shared.engine.torch_attention import TorchAttention
 from shared.protocol.blocks import KVLayout
 
 _TRIAL_TOKENS = 53
@@ -35,6 +40,12 @@ _TRIAL_TOKENS = 53
 _FUSION_TOLERANCE = {"fp32": 1e-4, "fp16-packed": 1e-3, "int8": 5e-2}
 """Largest difference between a layer and its fused form, relative to the largest output, by dtype. A part that is
 missing or exchanged gives differences of the size of the output."""
+
+_FAST_TOLERANCE = 0.1
+"""Largest difference of logits, relative to the largest, that the cutting of a text may make where exactness was given
+up. What is wrong altogether gives differences of the size of the logits."""
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass
@@ -52,24 +63,34 @@ class ModelRunner:
         self.model = model
         self._config = config
         self._device = next(model.module.parameters()).device
+        self._exact = config.exactness == "exact"
+        self._on_cuda = self._device.type == "cuda"
+        self._graphs = GraphSet()
+        self._host_logits = torch.empty(0)
+        self.attention: AttentionBackend
         self.cache = KVCache(model.layout, num_blocks, self._device)
-        self.attention = self._attention_backend()
-        trial, batch = self._run_trial()
+        products = prove_tiles(model.module)
+        self.attention_name, trial, batch = self._choose_attention()
         head = model.module.get_output_embeddings()  # type: ignore[operator]
         probes = {layer is head: [] for layer in (None, head)}  # type: dict[bool, list[Probe]]
         for layer, shape in trial.kinds.values():
             probes[layer is head].append(self._row_probe(layer, shape))
         self.fused_layers = self._fuse_layers(trial, batch)
-        rows = safe_rows("row count", probes[False])
-        safe = SafeSizes(rows=rows.pad, head_rows=safe_rows("row count in the head", probes[True]).pad)
+        safe = self._safe_sizes(probes)
         self._builder = BatchBuilder(self.attention, self._device, safe)
-        call_directly(model.module, (PackedLinear, Int8Linear, FusedPart, KernelRMSNorm, UniformActivation))
+        leaves = (HalfLinear, PackedLinear, Int8Linear, TiledLinear, FusedPart, KernelRMSNorm, UniformActivation)
+        call_directly(model.module, leaves)
         self.layout = self._check_numerics()
+        if self._on_cuda:
+            self._capture_graphs(sorted({safe.rows(rows) for rows in GRAPH_ROWS}))
+            _log.info("cuda_ready", exactness=config.exactness, graphs=self._graphs.row_counts, products=str(products))
 
     @classmethod
     def load(cls, config: EngineConfig) -> ModelRunner:
         """Raises UnsupportedModel, NumericsError, EngineError (memory too small for one block)."""
         torch.set_num_threads(config.threads)
+        if config.device == "cuda":
+            prepare_device()
         model = load_model(config)
         num_blocks = config.kv_memory_bytes // model.layout.block_bytes
         needed = -(-2 * _TRIAL_TOKENS // config.block_tokens) + 2
@@ -82,30 +103,127 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, sequences: list[SequenceRows]) -> NDArray[np.float32]:
-        """One pass. Returns the logits of each sequence's last `num_logits` rows, in order: [rows, vocabulary]."""
-        batch = self._builder.build(sequences)
-        return self._run(batch)
+        """One pass. Returns the logits of each sequence's last `num_logits` rows, in order: [rows, vocabulary].
+
+        On CUDA they lie in memory that the next pass uses again.
+        """
+        logits = self._graphs.run(sequences)
+        return self._run(self._builder.build(sequences)) if logits is None else self._to_host(logits)
+
+    @property
+    def graph_rows(self) -> list[int]:
+        """Row counts that were captured; none on CPU."""
+        return self._graphs.row_counts
 
     def _run(self, batch: Batch) -> NDArray[np.float32]:
-        inputs: dict[str, Any] = {
+        if batch.num_logits:
+            return self._to_host(self._compute(batch)[:, : batch.num_logits])
+        self.model.module.base_model(**self._inputs(batch))  # type: ignore[operator]
+        if self._on_cuda:
+            torch.cuda.current_stream().synchronize()  # a step is over when its KV is there, for whoever reads blocks
+        return np.empty((0, self.model.vocab_size), np.float32)
+
+    def _compute(self, batch: Batch) -> torch.Tensor:
+        """Logits [1, logit rows, vocabulary] on the device, in the model's dtype."""
+        logits: torch.Tensor = self.model.module(**self._inputs(batch), logits_to_keep=batch.logit_rows).logits
+        return logits
+
+    @staticmethod
+    def _inputs(batch: Batch) -> dict[str, Any]:
+        return {
             "input_ids": batch.input_ids,
             "position_ids": batch.position_ids,
             "use_cache": False,
             BATCH_KEY: batch,
         }
-        if not batch.num_logits:
-            self.model.module.base_model(**inputs)  # type: ignore[operator]
-            return np.empty((0, self.model.vocab_size), np.float32)
-        logits = self.model.module(**inputs, logits_to_keep=batch.logit_rows).logits
-        return logits[0, : batch.num_logits].float().cpu().numpy()  # type: ignore[no-any-return]
+
+    def _to_host(self, logits: torch.Tensor) -> NDArray[np.float32]:
+        """[1, rows, vocabulary] -> [rows, vocabulary] fp32; from a GPU into pinned memory, several times as fast."""
+        wanted = logits[0].float()
+        if not self._on_cuda:
+            return wanted.numpy()
+        if self._host_logits.numel() < wanted.numel():
+            self._host_logits = torch.empty(wanted.numel(), pin_memory=True)
+        found = self._host_logits[: wanted.numel()].view(wanted.shape)
+        found.copy_(wanted, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        return found.numpy()
 
     # Proofs at load
 
-    def _attention_backend(self) -> AttentionBackend:
-        kernels = self._device.type == "cpu" and self._config.attention != "torch"
-        if kernels:
-            return KernelAttention(self.cache, self.model.query_heads, self._config.threads)
-        return TorchAttention(self.cache, self.model.query_heads, self.model.context_length)
+    def _choose_attention(self) -> tuple[str, _Trial, Batch]:
+        """Take the first candidate that is there and right for this model; its name, and what the first forward showed.
+
+        Raises UnsupportedModel, and EngineError when no candidate is left.
+        """
+        rejected: list[str] = []
+        for candidate in attention_candidates(self.model, self._config):
+            try:
+                self.attention = candidate.make(self.cache)
+                trial, batch = self._try_attention(candidate)
+            except UnsupportedModel:
+                raise
+            except Exception as error:
+                # Compilers and libraries fail in many ways; the next candidate is as right, only slower.
+                if not candidate.on_trial:
+                    raise
+                rejected.append(f"{candidate.name}: {' '.join(str(error).split())[:200]}")
+                continue
+            if candidate.on_trial or rejected:
+                _log.info("attention_chosen", attention=candidate.name, rejected=rejected)
+            return candidate.name, trial, batch
+        raise EngineError(f"no attention can serve this model here: {'; '.join(rejected)}")
+
+    @torch.inference_mode()
+    def _try_attention(self, candidate: Candidate) -> tuple[_Trial, Batch]:
+        """The first forward, once the candidate's numbers are right for an ordinary layer; then for all of them."""
+        if not candidate.on_trial:
+            return self._run_trial()
+        layout, attention = self.model.layout, self.attention
+        heads, positions = self.model.query_heads, self.model.context_length
+        tried = AttentionTrial(candidate.make, layout, heads, positions, self._device, exact=self._exact)
+        tried.check(AttentionShape(layout.head_dim**-0.5, None, None))
+        trial, batch = self._run_trial()
+        for shape in sorted(set(batch.shapes_seen.values()), key=repr):
+            tried.check(shape)
+        if isinstance(attention, VariantBackend) and isinstance(tried.backend, VariantBackend):
+            attention.variants = tried.backend.variants
+        return trial, batch
+
+    def _safe_sizes(self, probes: dict[bool, list[Probe]]) -> SafeSizes:
+        """How batches are padded: to proven row counts, on CUDA whole tiles of the products; not at all in `fast`."""
+        if not self._exact:
+            return SafeSizes(rows=int, head_rows=int)
+        step = TILE_ROWS if self._on_cuda else 1
+        rows, head_rows = (
+            _in_steps(safe_rows(what, probes[is_head]).pad, step)
+            for what, is_head in (("row count", False), ("row count in the head", True))
+        )
+        return SafeSizes(rows=rows, head_rows=head_rows)
+
+    @torch.inference_mode()
+    def _capture_graphs(self, row_counts: list[int]) -> None:
+        """Capture decode-like batches and compare each graph with the eager pass, which serves where graphs cannot."""
+        attention = self.attention
+        if not self._config.cuda_graphs or not isinstance(attention, StaticBackend):
+            return
+        try:
+            self._graphs.capture(row_counts, self._compute, attention, self._device)
+        except RuntimeError as error:  # a model that asks the device for a number, as mixtures of experts do
+            self._graphs = GraphSet()
+            _log.warning("graphs_unusable", reason=" ".join(str(error).split())[:200])
+            return
+        blocks = list(range(self._trial_blocks()))
+        self._run(self._builder.build([self._trial_rows(0, _TRIAL_TOKENS, blocks)]))
+        for rows in self._graphs.row_counts:
+            first = max(0, _TRIAL_TOKENS - rows)
+            sequences = [self._trial_rows(start, 1, blocks) for start in range(first, _TRIAL_TOKENS)]
+            expected = self._run(self._builder.build(sequences)).copy()
+            if not self._agree(expected, self.forward(sequences)):
+                self._graphs = GraphSet()
+                _log.warning("graphs_unusable", reason=f"the one of {rows} rows gave other bits than the eager pass")
+                break
+        self.cache.clear(blocks)
 
     @torch.inference_mode()
     def _run_trial(self) -> tuple[_Trial, Batch]:
@@ -125,7 +243,7 @@ class ModelRunner:
             if len(args) == 1 and isinstance(output, torch.Tensor):
                 trial.layers[layer] = (args[0].clone(), kwargs, output.clone())
 
-        skipped = (nn.Embedding, nn.Dropout, RotaryTable, FusedPart)
+        skipped = (nn.Embedding, nn.Dropout, RotaryTable, FusedPart, TiledLinear)  # the last have proofs of their own
         leaves = [m for m in module.modules() if not any(True for _ in m.children()) and not isinstance(m, skipped)]
         hooks = [leaf.register_forward_hook(record, with_kwargs=True) for leaf in leaves]
         if isinstance(self.attention, KernelAttention):
@@ -185,7 +303,8 @@ class ModelRunner:
             where = axis if out.shape[axis] == rows else list(out.shape).index(rows)
             return out.movedim(where, 0).reshape(rows, -1)
 
-        wide_product = isinstance(layer, (nn.Linear, PackedLinear, Int8Linear)) and layer.out_features >= VARIANTS
+        products = (nn.Linear, HalfLinear, PackedLinear, Int8Linear)
+        wide_product = isinstance(layer, products) and layer.out_features >= VARIANTS
         return Probe(probe, 1 if wide_product else VARIANTS)
 
     def _random(self, shape: tuple[int, ...]) -> torch.Tensor:
@@ -200,7 +319,7 @@ class ModelRunner:
         return SequenceRows(tokens, start, block_ids, num_logits=1)
 
     def _check_numerics(self) -> KVLayout:
-        """Compute one text whole and in pieces beside a neighbour; both must agree bitwise, in logits and KV.
+        """Compute one text whole and in pieces beside a neighbour; both must agree, bit by bit where all is exact.
 
         The digest of that KV goes into the layout: workers whose kernels round differently refuse each other's blocks.
         """
@@ -212,16 +331,26 @@ class ModelRunner:
             neighbour = self._trial_rows(start, 1, whole)
             found = self.forward([neighbour, self._trial_rows(start, count, pieces)])[1].copy()
             start += count
-        digests = {self._kv_digest(blocks) for blocks in (whole, pieces)}
-        if len(digests) != 1 or expected.tobytes() != found.tobytes():
+        digest, other = (self._kv_digest(blocks) for blocks in (whole, pieces))
+        if not self._agree(expected, found) or (self._exact and digest != other):
             raise NumericsError("the same text gave different bits in one chunk and in several on this machine")
         self.cache.clear(whole + pieces)
         layout = self.model.layout
         torch_version = str(torch.__version__).partition("+")[0]
-        return msgspec.structs.replace(layout, numerics=f"{layout.numerics}/torch-{torch_version}/{digests.pop()}")
+        return msgspec.structs.replace(layout, numerics=f"{layout.numerics}/torch-{torch_version}/{digest}")
+
+    def _agree(self, expected: NDArray[np.float32], found: NDArray[np.float32]) -> bool:
+        if self._exact:
+            return expected.tobytes() == found.tobytes()
+        return bool(np.abs(expected - found).max() <= _FAST_TOLERANCE * np.abs(expected).max())
 
     def _kv_digest(self, block_ids: list[int]) -> str:
         tokens = self.cache.data[torch.tensor(block_ids, device=self._device)].movedim(0, 2)
         flat = tokens.reshape(*tokens.shape[:2], -1, *tokens.shape[4:])[:, :, :_TRIAL_TOKENS]
         raw = flat.contiguous().view(torch.uint8).cpu().numpy()
         return hashlib.sha256(raw.tobytes()).hexdigest()[:12]
+
+
+def _in_steps(pad: Callable[[int], int], step: int) -> Callable[[int], int]:
+    """`pad` after rounding up to a multiple of `step`."""
+    return lambda size: pad(-(-size // step) * step)

@@ -4,7 +4,7 @@ Knows nothing of keys, stores or Redis; that is `shared.blocks`.
 """
 
 from shared.transport.base import Connection, Handler, Transport
-from shared.transport.buffers import Buffer, host_view, is_device, n_bytes
+from shared.transport.buffers import Buffer, copy_to_host, host_view, is_device, n_bytes
 from shared.transport.errors import (
     AddressTaken,
     PeerGone,
@@ -36,6 +36,7 @@ __all__ = [
     "TransportError",
     "TransportUnavailable",
     "UnusableBuffer",
+    "copy_to_host",
     "host_view",
     "is_device",
     "is_loopback",

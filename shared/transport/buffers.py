@@ -27,7 +27,7 @@ def n_bytes(buffer: Buffer) -> int:
 def host_view(buffer: Buffer, *, writable: bool = False) -> memoryview:
     """The buffer as flat bytes, without a copy. Raises UnusableBuffer for device memory, gaps and read-only memory."""
     if is_device(buffer):
-        raise UnusableBuffer("device memory cannot be moved without UCX; copy it to the host first")
+        raise UnusableBuffer("device memory has no view on the host; only UCX moves it without a copy")
     try:
         view = memoryview(buffer)
     except TypeError as error:
@@ -37,6 +37,20 @@ def host_view(buffer: Buffer, *, writable: bool = False) -> memoryview:
     if writable and view.readonly:
         raise UnusableBuffer("the buffer is read-only")
     return view.cast("B")
+
+
+def copy_to_host(buffer: Buffer) -> Buffer:
+    """Host memory with the bytes of a torch tensor on a GPU. Waits for what the device has still to do before."""
+    return buffer.cpu().numpy()
+
+
+def copy_to_device(data: bytearray, buffer: Buffer) -> None:
+    """Overwrite a torch tensor on a GPU, uint8 and of the same size."""
+    import torch  # noqa: PLC0415 - only those who have a GPU have torch for certain
+
+    buffer.copy_(torch.frombuffer(data, dtype=torch.uint8).view(buffer.shape))
+    # The copy is queued on the device; who is told that a buffer is full may use it from anywhere.
+    buffer[:1].cpu()
 
 
 def check_buffer(buffer: Buffer, *, writable: bool) -> Buffer:

@@ -37,7 +37,7 @@ def a_block(dtype: str) -> Any:
     )
     model = transformers.AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
     with torch.no_grad():
-        assert replace_experts(model, "qwen2_moe", linear_maker(dtype), CPU) == 1
+        assert replace_experts(model, "qwen2_moe", linear_maker(dtype, threads=1), CPU) == 1
     replace_activations(model)
     return model.model.layers[0].mlp
 
@@ -123,7 +123,7 @@ def test_a_column_gets_the_same_activation_wherever_a_row_stands() -> None:
 
 def test_a_proof_serves_all_layers_of_the_same_shape() -> None:
     model = a_mixtral()
-    assert replace_experts(model, "mixtral", linear_maker("fp32"), CPU) == 3
+    assert replace_experts(model, "mixtral", linear_maker("fp32", threads=1), CPU) == 3
     blocks = [layer.mlp for layer in model.model.layers]
     assert len({id(b.rows) for b in blocks}) == len({id(b.inner.experts.rows) for b in blocks}) == 1
 
@@ -134,4 +134,4 @@ def test_experts_that_compute_something_else_are_refused(monkeypatch: pytest.Mon
     original = kind.forward
     monkeypatch.setattr(kind, "forward", lambda self, *inputs: 1.01 * original(self, *inputs))
     with pytest.raises(UnsupportedModel, match=r"'mixtral' .* MixtralExperts computes something else"):
-        replace_experts(model, "mixtral", linear_maker("fp32"), CPU)
+        replace_experts(model, "mixtral", linear_maker("fp32", threads=1), CPU)

@@ -16,7 +16,7 @@ from shared.engine.kernel_attention import KernelAttention
 from shared.engine.kernels import SequenceTable, best_variant, library, path_of
 from shared.engine.kernels.build import variants
 from shared.engine.kv_cache import KVCache
-from shared.engine.packed_linear import Int8Linear
+from shared.engine.packed_linear import HalfLinear, Int8Linear, PackedLinear
 from shared.engine.torch_attention import TorchAttention
 from shared.protocol.blocks import KVLayout
 from tests.unit.engine_harness import load_runner, tiny_model
@@ -208,6 +208,31 @@ def test_rotation_turns_the_first_numbers_of_a_head_and_no_others(head_dim: int,
     expected[:, :2, : rotary // 2] = low * angle.cos()[:, None] - high * angle.sin()[:, None]
     expected[:, :2, rotary // 2 : rotary] = high * angle.cos()[:, None] + low * angle.sin()[:, None]
     torch.testing.assert_close(turned.view(7, 3, head_dim), expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(101, 48), (64, 576), (48, 1536), (1, 7)])
+def test_a_16_bit_product_has_the_bits_of_the_librarys_at_any_number_of_rows(shape: tuple[int, int]) -> None:
+    """So workers with one thread and with several understand each other's KV blocks."""
+    weight, bias = random(*shape), random(shape[0], seed=1)
+    weight[0, 0] = 1e6  # beyond 16 bits
+    ours, library_product = HalfLinear(weight, bias), PackedLinear(weight, bias)
+    x = random(1, 64, shape[1], seed=2)
+    whole = ours(x)
+    rounded = weight.clamp(-65504, 65504).half()
+    torch.testing.assert_close(whole.double(), x.double() @ rounded.double().T + bias, rtol=1e-5, atol=1e-4)
+    for rows in (*range(1, 14), 24, 25, 64):
+        assert ours(x[:, :rows]).numpy().tobytes() == whole[:, :rows].numpy().tobytes()
+        safe = rows if torch.backends.cpu.get_cpu_capability() == "AVX512" else 64
+        assert library_product(x[:, :safe]).numpy().tobytes() == whole[:, :safe].numpy().tobytes()
+
+
+def test_one_thread_and_several_agree_on_their_layout(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path)
+    try:
+        layouts = [load_runner(path, "fp16-packed", threads=threads).layout for threads in (1, 2)]
+    finally:
+        torch.set_num_threads(1)
+    assert layouts[0] == layouts[1]
 
 
 def test_an_8_bit_product_is_near_and_a_row_has_a_scale_of_its_own() -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from loadgen.engine_bench.counting import causal_attention_flops, fit_line, product_flops
 from loadgen.engine_bench.main import chosen_parts
-from loadgen.engine_bench.memory import weight_bytes
+from loadgen.engine_bench.memory import Weights, weight_bytes
 from loadgen.engine_bench.prefill import prefill
 from loadgen.engine_bench.products import Products
 from loadgen.engine_bench.quality import Score
@@ -163,12 +163,21 @@ def test_products_and_weights_are_counted_once_each(tiny: Path, dtype: str, widt
     products.call(7, 2)()
     norms = 5 * hidden * 4
     scales = 4 * (2 * (hidden + 2 * kv + hidden + 2 * inner + hidden) + vocab) if dtype == "int8" else 0
-    rotary = sum(buffer.nbytes for buffer in runner.model.module.buffers())
+    rotary = sum(b.nbytes for name, b in runner.model.module.named_buffers() if not name.endswith("panels"))
     outside = vocab * hidden * 4 + norms + scales + rotary  # the embedding too
     found = weight_bytes(runner.model.module)
     assert found.plain == (2 * layer + vocab * hidden) * width + outside
-    blocks = 2 * sum(-(-n // 16) for n in (hidden + 2 * kv, hidden, 2 * inner, hidden)) + -(-vocab // 16)
-    assert found.held == (blocks * 16 * 512 * width + outside if dtype == "fp16-packed" else found.plain)
+    if dtype != "fp16-packed":
+        assert found.held == found.plain
+        return
+    sizes = {(hidden + 2 * kv, hidden): 2, (hidden, hidden): 2, (2 * inner, hidden): 2, (hidden, inner): 2}
+    sizes[vocab, hidden] = 1
+    assert found.held == sum(n * width * -(-out // 32) * 32 * depth for (out, depth), n in sizes.items()) + outside
+    library_packed = weight_bytes(load_runner(tiny, dtype, threads=2).model.module)
+    torch.set_num_threads(1)
+    assert library_packed == Weights(
+        found.plain, sum(n * width * -(-out // 16) * 16 * 512 for (out, _), n in sizes.items()) + outside
+    )
 
 
 def test_sequences_in_mid_life_own_distinct_blocks_for_all_their_tokens(tiny: Path) -> None:

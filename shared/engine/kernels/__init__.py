@@ -27,6 +27,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "hr_scale_rows": [_Pointer, _Pointer, _Pointer, _Size, _Size],
     "hr_rotate": [_Pointer, _Pointer, _Pointer, _Size, _Size, _Size, _Size, _Size],
     "hr_write_kv": [_Pointer, _Pointer, _Pointer, _Pointer, _Size, _Size],
+    "hr_linear_half": [_Pointer, _Pointer, _Pointer, _Pointer, _Size, _Size, _Size],
     "hr_attend": [_Pointer, _Pointer, _Pointer, _Size, _Size, _Pointer, _Size, _Size],
 }
 

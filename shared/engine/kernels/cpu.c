@@ -12,17 +12,16 @@
 #define LANES 16
 #define CACHE_LINE 64
 #define PANEL 32       /* columns of a product that are computed together */
+#define PREFETCH_BYTES 2048 /* how far ahead of a product its weights are asked for */
 #define AHEAD 32       /* keys asked for before they are needed */
 #define VALUE_TILE 128 /* keys whose values are summed before they join the total; decides rounding */
 #define MAX_ROWS 96    /* query rows (token x head of one KV head) that share one pass over the cache */
 
-/* A register block: so many rows times so many vectors of a panel. Bits do not depend on it. */
+/* Rows whose sums are kept in registers. Bits do not depend on it. */
 #ifdef __AVX512F__
 #define BLOCK_ROWS 12
-#define BLOCK_VECTORS 2
 #else
 #define BLOCK_ROWS 6
-#define BLOCK_VECTORS 1
 #endif
 
 typedef float vec __attribute__((ext_vector_type(LANES)));
@@ -202,38 +201,74 @@ void hr_rotate(float *x, const float *cos, const float *sin, int64_t rows, int64
         }
 }
 
-/* c[rows][32] += a[rows][n] * b[n][32], the products of each element added in order. */
-static inline __attribute__((always_inline)) void multiply(int rows, const float *a, int64_t a_stride, const float *b,
-                                                           int64_t b_stride, int64_t n, float *c, int64_t c_stride) {
-    for (int column = 0; column < PANEL; column += BLOCK_VECTORS * LANES, c += BLOCK_VECTORS * LANES) {
-        vec sum[BLOCK_ROWS][BLOCK_VECTORS];
+/* c[rows][32] += a[rows][n] * b[n][32], the products of each element added in order; b is fp16 if `half`. `vectors` of
+ * b's row are worked on at a time: as many as the registers hold sums for. */
+static inline __attribute__((always_inline)) void multiply(int rows, int vectors, const float *a, int64_t a_stride,
+                                                           const char *b, int64_t b_stride, int half, int64_t n,
+                                                           float *c, int64_t c_stride) {
+    for (int column = 0; column < PANEL; column += vectors * LANES, c += vectors * LANES) {
+        vec sum[BLOCK_ROWS][2];
         for (int r = 0; r < rows; r++)
-            for (int v = 0; v < BLOCK_VECTORS; v++) sum[r][v] = load(c + r * c_stride + v * LANES);
-        const float *row = b + column;
+            for (int v = 0; v < vectors; v++) sum[r][v] = load(c + r * c_stride + v * LANES);
+        const char *row = b;
         for (int64_t k = 0; k < n; k++, row += b_stride) {
-            vec right[BLOCK_VECTORS];
-            for (int v = 0; v < BLOCK_VECTORS; v++) right[v] = load(row + v * LANES);
+            vec right[2];
+            if (half) __builtin_prefetch(row + PREFETCH_BYTES);
+            for (int v = 0; v < vectors; v++) right[v] = load_cached(row, column + v * LANES, LANES, half);
             for (int r = 0; r < rows; r++) {
                 vec left = all(a[r * a_stride + k]);
-                for (int v = 0; v < BLOCK_VECTORS; v++) sum[r][v] = fma_(left, right[v], sum[r][v]);
+                for (int v = 0; v < vectors; v++) sum[r][v] = fma_(left, right[v], sum[r][v]);
             }
         }
         for (int r = 0; r < rows; r++)
-            for (int v = 0; v < BLOCK_VECTORS; v++) store(c + r * c_stride + v * LANES, sum[r][v]);
+            for (int v = 0; v < vectors; v++) store(c + r * c_stride + v * LANES, sum[r][v]);
     }
 }
 
 /* A constant number of rows keeps the sums in registers. */
 #define ROWS(n) \
-    case n: multiply(n, a, a_stride, b, b_stride, k, c, c_stride); break;
-
-static void multiply_block(int rows, const float *a, int64_t a_stride, const float *b, int64_t b_stride, int64_t k,
-                           float *c, int64_t c_stride) {
-    switch (rows) {
-        ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
-#if BLOCK_ROWS > 6
-        ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+    case n: multiply(n, WIDE(n), a, a_stride, b, b_stride, half, k, c, c_stride); break;
+#if BLOCK_ROWS == 12
+#define WIDE(n) 2
+#define ALL_ROWS ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
+#else
+#define WIDE(n) (n <= 2 ? 2 : 1)
+#define ALL_ROWS ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
 #endif
+
+/* `b_stride` counts floats. */
+static __attribute__((noinline)) void multiply_block(int rows, const float *a, int64_t a_stride, const float *b_floats, int64_t b_stride, int64_t k,
+                           float *c, int64_t c_stride) {
+    const char *b = (const char *)b_floats;
+    const int half = 0;
+    b_stride *= sizeof(float);
+    switch (rows) { ALL_ROWS }
+}
+
+static __attribute__((noinline)) void multiply_half(int rows, const float *a, int64_t a_stride, const char *b, int64_t k, float *c,
+                          int64_t c_stride) {
+    const int64_t b_stride = PANEL * sizeof(_Float16);
+    const int half = 1;
+    switch (rows) { ALL_ROWS }
+}
+
+/* out = x * weight^T + bias. x: [rows, depth]; weight: [ceil(size / 32)][depth][32] fp16, zeros behind the last column;
+ * bias: [size] or null; out: [rows, size]. Each output is one sum in order, whatever the number of rows. */
+void hr_linear_half(const float *x, const char *weight, const float *bias, float *out, int64_t rows, int64_t depth,
+                    int64_t size) {
+    float edge[BLOCK_ROWS * PANEL];
+    for (int64_t column = 0; column < size; column += PANEL, weight += depth * PANEL * (int64_t)sizeof(_Float16)) {
+        int64_t columns = less(PANEL, size - column);
+        for (int64_t r = 0; r < rows; r += BLOCK_ROWS) {
+            int64_t count = less(BLOCK_ROWS, rows - r), stride = columns == PANEL ? size : PANEL;
+            float *to = out + r * size + column, *c = columns == PANEL ? to : edge;
+            for (int64_t i = 0; i < count; i++) memset(c + i * stride, 0, PANEL * sizeof(float));
+            multiply_half((int)count, x + r * depth, depth, weight, depth, c, stride);
+            for (int64_t i = 0; c == edge && i < count; i++)
+                memcpy(to + i * size, c + i * stride, (size_t)columns * sizeof(float));
+            for (int64_t i = 0; bias && i < count; i++)
+                for (int64_t j = 0; j < columns; j++) to[i * size + j] += bias[column + j];
+        }
     }
 }
 
