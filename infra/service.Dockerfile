@@ -26,7 +26,7 @@ WORKDIR /build
 COPY constraints.txt wheels* ./
 COPY shared/engine/kernels kernels
 RUN mkdir /kernels \
- && case "${EXTRAS}" in prefill | decode | draft) \
+ && case "${EXTRAS}" in *engine* | prefill | decode | draft) \
     pip install --no-cache-dir --disable-pip-version-check --find-links . ${PIP_OPTIONS} --constraint constraints.txt \
       --target /compiler ziglang \
     && PYTHONPATH=/compiler python kernels/build.py /kernels ;; esac

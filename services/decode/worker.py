@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 from opentelemetry import trace
@@ -14,10 +14,10 @@ from services.decode.load_turns import LoadTurns
 from services.decode.settings import DecodeSettings
 from shared.blocks import BlockKey, KVClient, block_keys
 from shared.bus import Bus, Delivery, LogState, WorkQueue
-from shared.engine import Sequence
+from shared.engine import Sequence, SequenceStep
 from shared.protocol.blocks import BlockRef, Manifest
 from shared.protocol.jobs import DecodeJob, decode_job
-from shared.protocol.records import Ended, FinishReason, TokenLogprobs, Tokens, Usage
+from shared.protocol.records import Ended, FinishReason, Tokens, Usage
 from shared.telemetry import attributes as attr
 from shared.telemetry import tracer
 from shared.telemetry.metrics import DecodeMetrics
@@ -26,6 +26,9 @@ from shared.worker.cleanup import run_to_end
 from shared.worker.engine_host import EngineHost
 from shared.worker.holdings import Holding
 from shared.worker.stage_worker import OtherLayout, StageWorker, Work
+
+MAX_RECORD_TOKENS = 512
+"""Tokens in one record of the log, so that one made during an outage fits a message: 0.6 KB each with 20 logprobs."""
 
 
 class DecodeWorker(StageWorker):
@@ -150,25 +153,18 @@ class DecodeWorker(StageWorker):
         steps = drafted = accepted = 0
         while True:
             batch = [await self._host.feed.next(request_id), *self._host.feed.ready(request_id)]
-            ids: list[int] = []
-            logprobs: list[TokenLogprobs] = []
             for step in batch:
-                ids += step.new_ids
-                logprobs += step.logprobs
                 drafted += step.drafted
                 accepted += step.accepted
                 proposer = await self.drafts.grew(request_id, list(step.new_ids), step.drafted, step.accepted)
                 if step.drafted:
                     self._metrics.speculation.observe(proposer, step.drafted, step.accepted)
             steps += len(batch)
-            if ids:
+            for record in token_records(batch, holding.epoch, emitted):
                 began = time.monotonic()
-                text = "".join(step.text for step in batch)
-                await holding.log.append(
-                    Tokens(epoch=holding.epoch, index=emitted, ids=ids, text=text, logprobs=logprobs)
-                )
+                await holding.log.append(record)
                 self._metrics.append_seconds.observe(time.monotonic() - began)
-                emitted += len(ids)
+                emitted += len(record.ids)
             self._offer_full_blocks(sequence, holding.request.salt, batch[-1].num_computed, push)
             reason = batch[-1].finish_reason
             if reason is not None:
@@ -217,3 +213,18 @@ class DecodeWorker(StageWorker):
             await asyncio.sleep(self._settings.lease_s / 3)
             for request_id in self.holdings.ids():
                 await self._kv.renew(request_id, self._settings.lease_s)
+
+
+def token_records(steps: list[SequenceStep], epoch: int, index: int) -> Iterator[Tokens]:
+    """What the steps made, from output token `index` on, in as few records as the bound allows; no step is split."""
+    held: list[SequenceStep] = []
+    for step in [*steps, None]:
+        held_tokens = sum(len(s.new_ids) for s in held)
+        if held_tokens and (step is None or held_tokens + len(step.new_ids) > MAX_RECORD_TOKENS):
+            ids = [token for s in held for token in s.new_ids]
+            logprobs = [token for s in held for token in s.logprobs]
+            yield Tokens(epoch=epoch, index=index, ids=ids, text="".join(s.text for s in held), logprobs=logprobs)
+            index += len(ids)
+            held = []
+        if step is not None:
+            held.append(step)

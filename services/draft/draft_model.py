@@ -72,6 +72,10 @@ class ModelProposer:
             guesses[task.request_id] = []
         while engine.has_work:
             steps = engine.step()
+            for request_id, failure in engine.take_failures():
+                log.info("draft_failed", request_id=request_id, reason=str(failure))
+                guesses.pop(request_id, None)
+                self.forget(engine, request_id)
             for step in steps:
                 guesses[step.seq_id] += step.new_ids
             if not steps and not self._make_room(engine, keep=guesses):

@@ -121,7 +121,7 @@ class _Common(_Strict):
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=2)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=2)
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_biases)] = None
     seed: int | None = Field(None, ge=0, le=MAX_SEED)
     stop: Stop | None = None

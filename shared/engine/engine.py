@@ -234,10 +234,6 @@ class Engine:
             self._scheduler.release(sequence)
             sequence.state = "released"
 
-    def abort(self, seq_id: str) -> None:
-        """The same as release: nothing more is computed for the sequence."""
-        self.release(seq_id)
-
     @property
     def has_work(self) -> bool:
         return bool(self._scheduler.running or self._scheduler.waiting)

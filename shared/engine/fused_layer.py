@@ -1,6 +1,6 @@
 """Decoder layers of the Llama family in ten calls: else a small model's step on CPU is spent between its products.
 
-Layers are recognised by their parts and replaced only after the same input gave the same output. All others run through
+Layers are recognised by their parts here and replaced only after a trial (`fusion`). All others run through
 Transformers' own code.
 """
 
@@ -42,25 +42,18 @@ class FusedDecoderLayer(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """[1, rows, hidden] -> the same tensor, changed. Keywords as a decoder layer of Transformers gets them."""
+        x = hidden_states.contiguous()
+        out = self.output(self.attend(x, **kwargs))
+        normed = self._norm(self.mlp_norm, x, out)
+        added: torch.Tensor = self.down(self.activate(normed))
+        return x.add_(added)
+
+    def attend(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """[1, rows, hidden] -> what enters the attention's last product: [1, rows, query_heads * head_dim]"""
         batch: Batch = kwargs["headrace_batch"]
         cos, sin = kwargs["position_embeddings"]
-        kernels, x = self._kernels, hidden_states
-        rows, hidden = x.shape[1], self._hidden
-        x_at = x.data_ptr()
-        normed = torch.empty_like(x)
-        norm = self.attention_norm
-        kernels.hr_rms_norm(x_at, None, norm.weight.data_ptr(), norm.eps, normed.data_ptr(), rows, hidden)
-        out = self.output(self._attend(self.qkv(normed), cos, sin, batch, rows))
-        norm = self.mlp_norm
-        kernels.hr_rms_norm(x_at, out.data_ptr(), norm.weight.data_ptr(), norm.eps, normed.data_ptr(), rows, hidden)
-        gate_up = self.gate_up(normed)
-        inner = x.new_empty((1, rows, self._inner))
-        kernels.hr_silu_mul(gate_up.data_ptr(), inner.data_ptr(), rows, self._inner)
-        return x.add_(self.down(inner))
-
-    def _attend(self, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, batch: Batch, rows: int) -> torch.Tensor:
-        """qkv [1, rows, (query_heads + 2 kv_heads) * head_dim] -> [1, rows, query_heads * head_dim]"""
-        kernels, head_dim = self._kernels, self._head_dim
+        kernels, head_dim, rows = self._kernels, self._head_dim, x.shape[1]
+        qkv = self.qkv(self._norm(self.attention_norm, x, None))
         width = qkv.shape[2]
         q = qkv.data_ptr()
         k = q + self._query_heads * head_dim * FLOAT_BYTES
@@ -74,6 +67,23 @@ class FusedDecoderLayer(nn.Module):
         out = qkv.new_zeros((1, rows, self._query_heads * head_dim))
         self._attention.attend_stored(self._cache, batch.plan, q, width, head_dim, out.data_ptr())
         return out
+
+    def activate(self, normed: torch.Tensor) -> torch.Tensor:
+        """[1, rows, hidden] -> what enters the last product: [1, rows, inner]"""
+        rows = normed.shape[1]
+        gate_up = self.gate_up(normed)
+        inner = normed.new_empty((1, rows, self._inner))
+        self._kernels.hr_silu_mul(gate_up.data_ptr(), inner.data_ptr(), rows, self._inner)
+        return inner
+
+    def _norm(self, norm: Any, x: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor:
+        """The norm of `x`, to which `delta` is added first, in place."""
+        normed = torch.empty_like(x)
+        added = None if delta is None else delta.data_ptr()
+        self._kernels.hr_rms_norm(
+            x.data_ptr(), added, norm.weight.data_ptr(), norm.eps, normed.data_ptr(), x.shape[1], self._hidden
+        )
+        return normed
 
 
 def is_fusable(layer: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Linear layers for few rows on CPU: fp16 or int8 weights in fbgemm's packed form, and siblings as one product."""
+"""Linear layers on CPU with weights of 16 or 8 bits, and sibling projections as one product."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _GROUPS: tuple[tuple[str, ...], ...] = (
 class HalfLinear(nn.Module):
     """`x @ weight.T + bias` with weights rounded to fp16 and sums in fp32, by our kernel, on one thread.
 
-    The same bits at any number of rows, and those of PackedLinear where the outputs are a multiple of 16; quicker than
+    The same bits at any number of rows, and those of PackedLinear where the outputs are a multiple of 32; quicker than
     that at few rows, and the weights take no room for padding.
     """
 

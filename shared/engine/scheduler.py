@@ -249,7 +249,7 @@ class Scheduler:
         """Make sure of the blocks for `tokens`, preempting younger sequences, the youngest first.
 
         False when there are none left: then the sequence stands still, or, as the youngest of several, yields its own
-        blocks to the others.
+        blocks to the older ones.
         """
         while sequence.state == "running":
             try:
@@ -261,7 +261,8 @@ class Scheduler:
                 if victims:
                     self._preempt(max(victims, key=_age))
                     continue
-                if others and not younger and not sequence.pins:
+                older = any(s.arrival < sequence.arrival for s in others)
+                if older and not younger and not sequence.pins:
                     self._preempt(sequence)
                 return False
             else:

@@ -23,6 +23,10 @@ CONFIGS = {
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
     "mistral": transformers.MistralConfig,
+    "gemma": transformers.GemmaConfig,
+    "helium": transformers.HeliumConfig,
+    "ernie4_5": transformers.Ernie4_5Config,
+    "smollm3": transformers.SmolLM3Config,
     "gemma2": transformers.Gemma2Config,
     "gemma3": transformers.Gemma3TextConfig,
     "phi3": transformers.Phi3Config,
@@ -37,6 +41,9 @@ CONFIGS = {
 
 _SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8},
+    "gemma": {"head_dim": 8},
+    "helium": {"head_dim": 8},
+    "ernie4_5": {"head_dim": 8},
     "gemma2": {"head_dim": 8, "query_pre_attn_scalar": 11},
     "gemma3": {"head_dim": 8, "query_pre_attn_scalar": 11, "layer_types": ["sliding_attention", "full_attention"]},
     "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from shared.engine.batch import AttentionShape, Span
 from shared.engine.errors import EngineError
@@ -210,7 +211,7 @@ def test_rotation_turns_the_first_numbers_of_a_head_and_no_others(head_dim: int,
     torch.testing.assert_close(turned.view(7, 3, head_dim), expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(101, 48), (64, 576), (48, 1536), (1, 7)])
+@pytest.mark.parametrize("shape", [(101, 48), (64, 576), (96, 1536), (1, 7)])
 def test_a_16_bit_product_has_the_bits_of_the_librarys_at_any_number_of_rows(shape: tuple[int, int]) -> None:
     """So workers with one thread and with several understand each other's KV blocks."""
     weight, bias = random(*shape), random(shape[0], seed=1)
@@ -258,12 +259,52 @@ def test_layers_of_the_llama_family_are_fused(tmp_path: Path, kind: str, dtype: 
 @pytest.mark.parametrize("dtype", ["fp32", "int8"])
 @pytest.mark.parametrize(
     ("kind", "changes"),
-    [("llama", {"hidden_act": "gelu"}), ("llama", {"hidden_act": "relu"}), ("gemma2", {}), ("olmo2", {}), ("gpt2", {})],
+    [
+        ("llama", {"hidden_act": "gelu"}),
+        ("llama", {"hidden_act": "relu"}),
+        ("gemma", {}),
+        ("helium", {}),
+        ("ernie4_5", {}),
+        ("gemma2", {}),
+        ("olmo2", {}),
+        ("gpt2", {}),
+    ],
 )
 def test_layers_that_only_look_like_it_are_left_alone(
     tmp_path: Path, kind: str, changes: dict[str, str], dtype: str
 ) -> None:
-    assert load_runner(tiny_model(tmp_path, kind, **changes), dtype).fused_layers == 0
+    """Other activations and rotary pairs, in models as they are initialised, where layers add little to their input."""
+    assert load_runner(tiny_model(tmp_path, kind, initializer_range=0.02, **changes), dtype).fused_layers == 0
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16-packed", "int8"])
+def test_layers_are_told_apart_beside_a_huge_activation(tmp_path: Path, dtype: str) -> None:
+    """Half of the layers have no rotary positions; the first token of real models has such numbers."""
+    path = tiny_model(tmp_path, "smollm3", initializer_range=0.02, no_rope_layers=[1, 0, 1, 0], num_hidden_layers=4)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 3] *= 1000
+    model.save_pretrained(path)
+    assert load_runner(path, dtype).fused_layers == 2
+
+
+def test_kernels_of_another_source_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shared.engine.kernels.source_number", lambda: 1)
+    library.cache_clear()
+    try:
+        with pytest.raises(EngineError, match="compiled from another"):
+            library()
+    finally:
+        library.cache_clear()
+
+
+@pytest.mark.parametrize("at", range(40))
+def test_a_number_that_is_none_goes_through_an_8_bit_product(at: int) -> None:
+    x = random(3, 40)
+    x[1, at] = torch.nan
+    found = Int8Linear(random(48, 40, seed=1), None)(x)
+    assert found[1].isnan().all()
+    assert found[[0, 2]].isfinite().all()
 
 
 def test_missing_kernels_are_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

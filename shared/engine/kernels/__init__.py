@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from shared.engine.errors import EngineError
-from shared.engine.kernels.build import variants
+from shared.engine.kernels.build import source_number, variants
 
 _Pointer = ctypes.c_void_p
 _Size = ctypes.c_int64
@@ -96,11 +96,17 @@ def best_variant() -> str:
 
 @cache
 def library(name: str | None = None) -> ctypes.CDLL:
-    """The compiled kernels, by default those for this processor. Raises EngineError when they were not built."""
+    """The compiled kernels, by default those for this processor.
+
+    Raises EngineError when they were not built, or from another source: a call would hand over the wrong arguments.
+    """
     path = path_of(name or best_variant())
     if not path.is_file():
         raise EngineError(f"the CPU kernels are missing ({path.name}); install the package again: make install")
     loaded = ctypes.CDLL(str(path))
+    number = getattr(loaded, "hr_source", lambda: -1)
+    if number() & 0xFFFFFFFF != source_number():
+        raise EngineError(f"{path.name} was compiled from another cpu.c; install the package again: make install")
     for function, arguments in _SIGNATURES.items():
         getattr(loaded, function).argtypes = arguments
         getattr(loaded, function).restype = None

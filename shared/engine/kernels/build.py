@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("cpu.c")
@@ -33,19 +34,29 @@ def variants() -> dict[str, list[str]]:
     return {"cpu_base.so": []}
 
 
+def source_number() -> int:
+    """Tells whether a library was made from the source as it is now."""
+    return zlib.crc32(SOURCE.read_bytes())
+
+
 def compile_variant(library: str, output: Path) -> None:
-    """Write `library` to the path `output`. Raises RuntimeError with the compiler's words."""
+    """Write `library` to the path `output`. Raises RuntimeError with the compiler's words.
+
+    An older file there is replaced, not overwritten: a process may be running in it.
+    """
     target = _TARGETS.get(sys.platform)
     if target is None:
         raise RuntimeError(f"the CPU kernels are not built on {sys.platform}; use Linux or macOS")
     output.parent.mkdir(parents=True, exist_ok=True)
+    fresh = output.with_suffix(".new")
     command = [sys.executable, "-m", "ziglang", "cc", *_FLAGS, "-target", target.format(machine=machine())]
-    command += [*variants()[library], "-o", str(output), str(SOURCE)]
+    command += [*variants()[library], f"-DHR_SOURCE={source_number()}u", "-o", str(fresh), str(SOURCE)]
     done = subprocess.run(  # noqa: S603 (its parts are constants and paths)
         command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
     )
     if done.returncode != 0:
         raise RuntimeError(f"compiling {SOURCE.name} failed: {done.stderr.strip()[-2000:]}")
+    fresh.replace(output)
 
 
 if __name__ == "__main__":

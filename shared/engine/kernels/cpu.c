@@ -82,7 +82,7 @@ static inline float sum_lanes(vec v) {
 static inline float max_lanes(vec v) {
     float best = v[0];
     for (int i = 1; i < LANES; i++)
-        if (!(v[i] <= best)) best = v[i]; /* keeps a NaN */
+        if (best == best && !(v[i] <= best)) best = v[i]; /* keeps a NaN */
     return best;
 }
 
@@ -107,6 +107,9 @@ static inline vec exp_(vec x) {
     memcpy(&power, &whole, sizeof power);
     return p * power;
 }
+
+/* Which source this was compiled from. */
+uint32_t hr_source(void) { return HR_SOURCE; }
 
 /* Root-mean-square norm (Zhang, Sennrich 2019). x, out: [rows, size]; out = x / sqrt(mean(x^2) + eps) * weight.
  * With `delta`, [rows, size], x += delta comes first. */
@@ -157,7 +160,7 @@ void hr_unit_rows(const float *x, float *out, float *scales, int64_t rows, int64
         for (int64_t i = 0; i < size; i += LANES) {
             vec v = load_part(x + i, size - i < LANES ? size - i : LANES);
             v = __builtin_elementwise_abs(v);
-            most = select(v <= most, most, v); /* keeps a NaN */
+            most = select((v <= most) | (most != most), most, v); /* keeps a NaN */
         }
         float scale = max_lanes(most);
         if (scale == 0.0f) scale = 1.0f;
