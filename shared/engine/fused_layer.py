@@ -64,7 +64,7 @@ class FusedDecoderLayer(nn.Module):
         heads = self._query_heads + self._kv_heads
         kernels.hr_rotate(q, cos.data_ptr(), sin.data_ptr(), rows, width, heads, head_dim, cos.shape[-1])
         kernels.hr_write_kv(self._cache, batch.plan.address, k, v, width, head_dim)
-        out = qkv.new_zeros((1, rows, self._query_heads * head_dim))
+        out: torch.Tensor = qkv.new_zeros((1, rows, self._query_heads * head_dim))
         self._attention.attend_stored(self._cache, batch.plan, q, width, head_dim, out.data_ptr())
         return out
 
