@@ -5,7 +5,6 @@ Safetensors only, no code from the model's repository. What cannot be served rai
 
 from __future__ import annotations
 
-import ctypes
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -116,9 +115,6 @@ def _let_go_of_file(module: nn.Module) -> None:
     """
     for parameter in module.parameters():
         parameter.data = parameter.data.clone()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's: what packing used goes back to the system
-    if trim is not None:
-        trim(0)
 
 
 def _check_config(config: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -100,7 +101,11 @@ class ModelRunner:
                 f"{config.kv_memory_bytes} bytes hold {num_blocks} KV blocks of {model.layout.block_bytes} bytes; "
                 f"at least {needed} are needed"
             )
-        return cls(model, num_blocks, config)
+        runner = cls(model, num_blocks, config)
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's: what packing and the trial used goes back
+        if trim is not None:
+            trim(0)
+        return runner
 
     @torch.inference_mode()
     def forward(self, sequences: list[SequenceRows]) -> NDArray[np.float32]:
