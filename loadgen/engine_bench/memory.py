@@ -13,7 +13,8 @@ from shared.engine.packed_linear import HalfLinear, Int8Linear, PackedLinear
 
 _FP16_BLOCK = (16, 512)
 """fbgemm keeps fp16 weights in blocks of so many outputs and inputs and fills the last ones up: 576 inputs take the
-room of 1,024. (Confirmed by the growth of a process.) Its int8 blocks are small."""
+room of 1,024. (Confirmed by the growth of a process.) Its int8 blocks are filled up too, but pages of filling are not
+touched where a matrix is large, so it is not counted: in what is held beside the weights it shows."""
 
 _SCALE_BYTES = 4
 
