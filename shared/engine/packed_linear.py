@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import nn
 
+from shared.engine.errors import EngineError
 from shared.engine.kernels import library
 
 PANEL = 32
@@ -72,6 +73,7 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
+        _use_fbgemm()
         self._packed = torch.ops.quantized.linear_prepack_fp16(weight.detach().float().contiguous(), bias)
         # The overload's own __call__ inspects its arguments for 5 us each time; the operator below it does not.
         self._product = torch.ops.quantized.linear_dynamic_fp16.default._op
@@ -109,7 +111,17 @@ class Int8Linear(nn.Module):
         return out
 
 
+def _use_fbgemm() -> None:
+    """What is packed from now on is fbgemm's. Raises EngineError where torch was built without it (not on x86)."""
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        raise EngineError(
+            "torch was built without fbgemm for this processor; use dtype fp32, or fp16-packed with one thread"
+        )
+    torch.backends.quantized.engine = "fbgemm"
+
+
 def _pack_int8(weight: torch.Tensor) -> torch.ScriptObject:
+    _use_fbgemm()
     weight = weight.detach().float().contiguous()
     scales = (weight.abs().amax(1) / 127).clamp_(min=torch.finfo(torch.float32).tiny).double()
     zeros = torch.zeros(len(weight), dtype=torch.long)
@@ -131,7 +143,6 @@ def input_levels() -> int:
 
     Without VNNI instructions they add pairs in 16 bits, which large inputs and weights exceed; seen by a trial.
     """
-    torch.backends.quantized.engine = "fbgemm"
     size = 64
     packed = _pack_int8(torch.ones(size, size))
     product = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
@@ -192,8 +203,6 @@ def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
 
 def linear_maker(dtype: str, threads: int) -> MakeLinear:
     """How linear layers are held under an EngineConfig's `dtype` and `threads`."""
-    if dtype in ("fp16-packed", "int8"):
-        torch.backends.quantized.engine = "fbgemm"
     makers: dict[str, MakeLinear] = {"fp16-packed": HalfLinear if threads == 1 else PackedLinear, "int8": Int8Linear}
     return makers.get(dtype, plain_linear)
 

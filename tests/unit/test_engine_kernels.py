@@ -227,6 +227,22 @@ def test_a_16_bit_product_has_the_bits_of_the_librarys_at_any_number_of_rows(sha
         assert library_product(x[:, :safe]).numpy().tobytes() == whole[:, :safe].numpy().tobytes()
 
 
+def test_a_torch_without_the_librarys_products_is_named_and_one_thread_needs_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on processors that are not x86."""
+    path = tiny_model(tmp_path)
+    monkeypatch.setattr(torch._C, "_supported_qengines", list)
+    assert load_runner(path, "fp16-packed").fused_layers == 2
+    with pytest.raises(EngineError, match="without fbgemm"):
+        load_runner(path, "int8")
+    try:
+        with pytest.raises(EngineError, match="without fbgemm"):
+            load_runner(path, "fp16-packed", threads=2)
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_one_thread_and_several_agree_on_their_layout(tmp_path: Path) -> None:
     path = tiny_model(tmp_path)
     try:

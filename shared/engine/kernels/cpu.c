@@ -1,9 +1,10 @@
-/* What a decoder layer does beside its matrix products, on CPU: norms, rotary positions, paged attention, gated
- * activations. Compiled when the package is installed; called through ctypes with plain addresses.
+/* What a decoder layer does on CPU: norms, rotary positions, paged attention, gated activations, products with fp16
+ * weights. Compiled when the package is installed; called through ctypes with plain addresses.
  *
  * Every function computes each row by itself, in an order that only the row decides: contraction is off, each fused
  * multiply-add is written out, sums run over fixed lanes. So a row has the same bits beside any neighbours, and on any
- * processor with fused multiply-add. Strides and sizes count floats. Nothing is allocated here.
+ * processor with fused multiply-add. Strides and sizes count floats where nothing else
+ * is said. Nothing is allocated here.
  */
 
 #include <stdint.h>
@@ -228,7 +229,7 @@ static inline __attribute__((always_inline)) void multiply(int rows, int vectors
     }
 }
 
-/* A constant number of rows keeps the sums in registers. */
+/* A constant number of rows keeps the sums in registers, as long as the functions below are not inlined. */
 #define ROWS(n) \
     case n: multiply(n, WIDE(n), a, a_stride, b, b_stride, half, k, c, c_stride); break;
 #if BLOCK_ROWS == 12
@@ -240,16 +241,16 @@ static inline __attribute__((always_inline)) void multiply(int rows, int vectors
 #endif
 
 /* `b_stride` counts floats. */
-static __attribute__((noinline)) void multiply_block(int rows, const float *a, int64_t a_stride, const float *b_floats, int64_t b_stride, int64_t k,
-                           float *c, int64_t c_stride) {
+static __attribute__((noinline)) void multiply_block(int rows, const float *a, int64_t a_stride, const float *b_floats,
+                                                     int64_t b_stride, int64_t k, float *c, int64_t c_stride) {
     const char *b = (const char *)b_floats;
     const int half = 0;
     b_stride *= sizeof(float);
     switch (rows) { ALL_ROWS }
 }
 
-static __attribute__((noinline)) void multiply_half(int rows, const float *a, int64_t a_stride, const char *b, int64_t k, float *c,
-                          int64_t c_stride) {
+static __attribute__((noinline)) void multiply_half(int rows, const float *a, int64_t a_stride, const char *b,
+                                                    int64_t k, float *c, int64_t c_stride) {
     const int64_t b_stride = PANEL * sizeof(_Float16);
     const int half = 1;
     switch (rows) { ALL_ROWS }
@@ -431,10 +432,10 @@ static inline void bounds(const layer_t *layer, int64_t position, int64_t *low, 
     *high = less(*high, position + 1);
 }
 
-/* out[row][width] += probabilities times the `n` packed values, from position `tile` on. Sums of a tile join the total
+/* out[row][width] += probabilities times the `n` unpacked `values`, from position `tile` on. Sums of a tile join the total
  * as one, which keeps long sums exact. A row meets nothing that it may not see: 0 * NaN is not 0. */
 static void add_values(const layer_t *layer, int64_t start, const part_t *part, const float *scores, int64_t context,
-                       const float *packed, int64_t tile, int64_t n, float *total, int64_t width) {
+                       const float *values, int64_t tile, int64_t n, float *total, int64_t width) {
     for (int64_t r = 0; r < part->rows; r += BLOCK_ROWS) {
         int64_t count = less(BLOCK_ROWS, part->rows - r);
         int64_t low[BLOCK_ROWS], high[BLOCK_ROWS], common_low = tile, common_high = tile + n;
@@ -446,7 +447,7 @@ static void add_values(const layer_t *layer, int64_t start, const part_t *part, 
         if (common_low >= common_high) common_low = common_high = tile; /* nothing in common: each row alone */
         for (int64_t d = 0; d < width; d += PANEL) {
             float sum[BLOCK_ROWS * PANEL] = {0};
-            const float *at_tile = packed + d, *p = scores + r * context;
+            const float *at_tile = values + d, *p = scores + r * context;
             if (common_low < common_high) {
                 for (int64_t i = 0; i < count; i++)
                     multiply_block(1, p + i * context + low[i], context, at_tile + (low[i] - tile) * width, width,
