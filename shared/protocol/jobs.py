@@ -40,7 +40,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """An accepted request. `log_seq` is the stream sequence of its `Accepted` record.
 
-    `queue_deadline_unix_s` bounds the wait for the first worker, `deadline_unix_s` the whole request.
+    `queue_deadline_unix_s` bounds the wait for the first worker, `compute_timeout_s` the time from its claim to the end,
+    and `deadline_unix_s` the whole request, whatever happens; see `shared.protocol.deadlines`.
     `salt` separates the KV blocks of tenants.
     """
 
@@ -55,6 +56,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     queue_deadline_unix_s: float
     deadline_unix_s: float
     log_seq: int
+    compute_timeout_s: float = 0.0
     salt: str = ""
     speculation: Literal["auto", "off"] = "auto"
     v: int = 1

@@ -56,16 +56,26 @@ class Accepted(msgspec.Struct, frozen=True, tag_field="type", tag="accepted", om
     prompt: int = 0
     """Which of the request's prompts this answer continues."""
     logprobs: int | None = None
+    queue_deadline_unix_s: float = 0.0
+    """When the wait for the first worker ends; 0 where `deadline_unix_s` alone counts."""
+    compute_timeout_s: float = 0.0
+    """Time from the first claim to the end; 0 where `deadline_unix_s` alone counts. See `shared.protocol.deadlines`."""
+    background: bool = False
+    """The client may go away and come back: the request then outlives it by a grace period."""
     v: int = 1
 
 
 class Claimed(msgspec.Struct, frozen=True, tag_field="type", tag="claim", omit_defaults=True):
-    """A worker takes the request over. `epoch` grows by one with each claim; later appends carry it."""
+    """A worker takes the request over. `epoch` grows by one with each claim; later appends carry it.
+
+    `alone`: the worker serves nothing else meanwhile, since earlier holders of the request have crashed.
+    """
 
     epoch: int
     stage: Literal["prefill", "decode"]
     worker: str
     at_unix_s: float
+    alone: bool = False
     v: int = 1
 
 

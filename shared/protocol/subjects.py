@@ -20,6 +20,9 @@ SUBMIT: Final = "hr.submit"
 CANCEL: Final = "hr.ctl.cancel"
 """Broadcast hint that a request has ended. The log's terminal record is the truth; this only makes it known sooner."""
 
+RETRY: Final = "hr.ctl.retry"
+"""Request/reply, for operators: a gateway queues the work of a dead letter, named by its stream sequence, again."""
+
 STATUS_PING: Final = "hr.ctl.ping"
 """Broadcast: every instance answers at once with a fresh status on its own status subject."""
 
