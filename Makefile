@@ -10,7 +10,7 @@ export OPENBLAS_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test test-parity lint bench bench-engine bench-gpu bench-kv wheels compose-test clean
+.PHONY: help install up down test test-parity lint bench bench-engine bench-gpu bench-kv chaos soak wheels compose-test clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,14 @@ bench-gpu: $(INSTALLED) ## The CUDA path beside Transformers and the device's li
 bench-kv: $(INSTALLED) ## Speed of the KV plane beside a plain memory copy
 	@mkdir -p bench-results
 	$(BIN)/python -m loadgen.kv_bench --json bench-results/bench-kv.json
+
+chaos: $(INSTALLED) ## Kill, stop and cut every process under load and compare every answer, ten minutes
+	@mkdir -p bench-results
+	$(BIN)/python -m loadgen.chaos --json bench-results/chaos.json
+
+soak: $(INSTALLED) ## The same in rounds, for HEADRACE_SOAK_MINUTES (60)
+	@mkdir -p bench-results
+	$(BIN)/python -m loadgen.chaos --minutes $${HEADRACE_SOAK_MINUTES:-60} --json bench-results/soak.json
 
 wheels: wheels/.collected ## Collect what the images install, so that they build without a network
 

@@ -164,6 +164,7 @@ class CompletionClient:
         async with self._http.stream("POST", PATHS[self.target.api], json=self._body(spec)) as answer:
             outcome.request_id = answer.headers.get("x-request-id", "")
             if answer.status_code != 200:
+                outcome.retry_after = answer.headers.get("retry-after")
                 _fail(outcome, f"http_{answer.status_code}", _message(await answer.aread()))
                 return
             parser = EventParser()

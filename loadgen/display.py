@@ -89,6 +89,10 @@ def print_phases(console: Console, phases: list[PhaseReport]) -> None:
         ("end to end ms", [_three(p.e2e_ms) for p in phases]),
         ("sent late ms", [_three(p.send_delay_ms) for p in phases]),
     ]
+    if any(p.refused for p in phases):
+        rows.append(("refused", [str(p.refused) for p in phases]))
+        rows.append(("refused after ms", [_three(p.refusal_ms) for p in phases]))
+        rows.append(("worst refusal ms", [f"{p.refusal_ms.max:.0f}" if p.refused else "-" for p in phases]))
     if any(p.cached_input_tokens for p in phases):
         rows.append(("cached input tokens", [str(p.cached_input_tokens) for p in phases]))
     if any(p.goodput for p in phases):

@@ -1,4 +1,4 @@
-"""The command line: `python -m loadgen [run|bench|mix]`. Reads options, runs phases, shows and writes the report."""
+"""The command line, `python -m loadgen [run|bench|mix|overload]`: reads options, runs phases, writes the report."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from loadgen.lengths import FORMS, parse_lengths
 from loadgen.machine import machine_facts
 from loadgen.report import RunReport, Slo, encode_report
 from loadgen.runner import MAX_REQUESTS
-from loadgen.scenarios import BenchPlan, MixPlan, Session, bench, mix, poisson, warm_up
+from loadgen.scenarios import BenchPlan, MixPlan, OverloadPlan, Session, bench, mix, overload, poisson, warm_up
 from loadgen.scenarios import replay as replay_trace
 from loadgen.traces import TraceScale, read_trace
 
-COMMANDS: Final = ("run", "bench", "mix")
+COMMANDS: Final = ("run", "bench", "mix", "overload")
 DEFAULT_REQUESTS: Final = 32
 MAX_IN_FLIGHT: Final = 256
 API_KEY_VARIABLES: Final = ("HEADRACE_API_KEY", "OPENAI_API_KEY")
@@ -166,6 +166,47 @@ def mix_command(
         session.console.print(
             f"short chats' ITL p99: {alone.p99:.0f} ms alone, {beside.p99:.0f} ms beside long prompts "
             f"({beside.p99 / alone.p99:.1f} times); longest stall {beside.max:.0f} ms"
+        )
+
+
+@app.command("overload")
+def overload_command(
+    ctx: typer.Context,
+    *,
+    url: Url = "http://127.0.0.1:8000",
+    model: Model = "",
+    concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Closed loop that finds the capacity")] = 16,
+    capacity_s: Annotated[float, typer.Option(min=1.0, help="Seconds in which it starts requests")] = 30.0,
+    phase_s: Annotated[float, typer.Option(min=1.0, help="Seconds of arrivals at 0.8 and at 10 times that")] = 60.0,
+    prompt_tokens: Annotated[str, typer.Option(help=f"Prompt lengths: {FORMS}")] = "64",
+    output_tokens: Annotated[str, typer.Option(help=f"Output lengths: {FORMS}")] = "48",
+    max_in_flight: Annotated[int, typer.Option(min=1, max=4096, help="Bound on requests out")] = 1024,
+    seed: Seed = None,
+    slo_ttft_ms: SloTtft = None,
+    slo_tpot_ms: SloTpot = None,
+    timeout: Timeout = 300.0,
+    warmup: Warmup = 2,
+    json: Json = None,
+    no_progress: Quiet = False,
+) -> None:
+    """Ten times what the server can do: do accepted requests keep their latency, and are the others told at once?"""
+    plan = OverloadPlan(
+        concurrency=concurrency,
+        capacity_s=capacity_s,
+        phase_s=phase_s,
+        prompt=_or_exit(lambda: parse_lengths(prompt_tokens)),
+        output=_or_exit(lambda: parse_lengths(output_tokens)),
+    )
+    session = _execute(
+        ctx, Target(url, model, timeout_s=timeout), lambda session: overload(session, plan), max_in_flight
+    )
+    if len(session.phases) == 3:
+        _, calm, flood = session.phases
+        session.console.print(
+            f"accepted at {plan.flood:g} times the capacity: {flood.succeeded} of {flood.sent}, end to end p50 "
+            f"{flood.e2e_ms.p50:.0f} ms ({calm.e2e_ms.p50:.0f} ms at {plan.calm:g}), first token p50 "
+            f"{flood.ttft_ms.p50:.0f} ms ({calm.ttft_ms.p50:.0f} ms); told to come later: {flood.refused}, after p50 "
+            f"{flood.refusal_ms.p50:.0f} ms, p99 {flood.refusal_ms.p99:.0f} ms, at most {flood.refusal_ms.max:.0f} ms"
         )
 
 

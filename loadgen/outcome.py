@@ -29,10 +29,17 @@ class Outcome:
     error: str | None = None
     error_detail: str = ""
     request_id: str = ""
+    retry_after: str | None = None
+    """The header of that name, of an answer that was none."""
 
     @property
     def ok(self) -> bool:
         return self.error is None
+
+    @property
+    def refused(self) -> bool:
+        """The server had too much to do, and said so."""
+        return self.error in ("http_429", "http_503") and self.retry_after is not None
 
     @property
     def ttft_s(self) -> float | None:

@@ -47,6 +47,8 @@ class PhaseReport(msgspec.Struct, frozen=True):
 
     `itl_ms` is over all gaps between chunks of text, `tpot_ms` over requests. `send_delay_ms` is how late requests
     left the generator: large values mean that it, or its limit of requests in flight, held the load back.
+    `refused`: those of the failed that were told to come again later, and `refusal_ms` how long it took to tell them,
+    from when they were sent.
     """
 
     name: str
@@ -71,6 +73,8 @@ class PhaseReport(msgspec.Struct, frozen=True):
     e2e_ms: Spread
     send_delay_ms: Spread
     goodput: Goodput | None = None
+    refused: int = 0
+    refusal_ms: Spread = Spread()
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,8 @@ def summarize(name: str, load: dict[str, Any], outcomes: Sequence[Outcome], slo:
         e2e_ms=spread(outcome.e2e_s for outcome in good),
         send_delay_ms=spread(outcome.sent_s - outcome.intended_s for outcome in outcomes),
         goodput=goodput,
+        refused=sum(outcome.refused for outcome in bad),
+        refusal_ms=spread(outcome.end_s - outcome.sent_s for outcome in bad if outcome.refused),
     )
 
 

@@ -1,4 +1,5 @@
-"""What is run: one free phase, the `bench` preset, and the `mix` preset of long prompts beside steady short chats."""
+"""What is run: one free phase, the `bench` preset, the `mix` preset of long prompts beside steady short chats, and the
+`overload` preset of many times what the server can do."""
 
 from __future__ import annotations
 
@@ -177,3 +178,28 @@ async def mix(session: Session, plan: MixPlan) -> None:
     session.add("short beside long", load, short_task.result())
     load = {"loop": "open", "arrivals": "constant", "every_s": plan.long_every_s, "requests": plan.long_requests}
     session.add("long prompts", load, long_task.result())
+
+
+@dataclass(frozen=True)
+class OverloadPlan:
+    """What the server can do, found by a closed loop; then arrivals at a part of that, and at many times that."""
+
+    concurrency: int = 16
+    capacity_s: float = 30.0
+    phase_s: float = 60.0
+    calm: float = 0.8
+    flood: float = 10.0
+    prompt: Lengths = TOKENS_64
+    output: Lengths = TOKENS_48
+
+
+async def overload(session: Session, plan: OverloadPlan) -> None:
+    name = f"closed {plan.concurrency}"
+    planner = session.planner(name, plan.prompt, plan.output)
+    found = await session.closed(name, planner, plan.concurrency, duration_s=plan.capacity_s)
+    if found.requests_per_s <= 0:  # nothing succeeded, and there is nothing to be a multiple of
+        return
+    for times in (plan.calm, plan.flood):
+        name = f"{times:g} x capacity"
+        planner = session.planner(name, plan.prompt, plan.output)
+        await poisson(session, name, planner, round(found.requests_per_s * times, 3), duration_s=plan.phase_s)

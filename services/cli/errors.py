@@ -25,6 +25,18 @@ class StartFailed(CliError):
     """A part of the stack did not come up."""
 
 
+class DrainFailed(CliError):
+    """An instance did not end as it should when it was asked to stop."""
+
+
+class NoDeadLetter(CliError):
+    """No dead letter has this number."""
+
+
+class RetryFailed(CliError):
+    """No gateway took the work of a dead letter up again."""
+
+
 class UnknownTarget(CliError):
     """No stage, server or instance has this name."""
 

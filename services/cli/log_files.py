@@ -6,9 +6,11 @@ Services log JSON lines, servers plain text; both are shown as they are read by 
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
@@ -17,8 +19,13 @@ import msgspec
 _TAIL_BYTES = 256 << 10
 _POLL_S = 0.25
 _MAX_COMPLAINT = 300
+_RECENT_LINES = 2000
 _HIDDEN = frozenset({"event", "level", "time", "logger", "service", "instance"})
 _BAD_LEVELS = frozenset({"error", "critical", "warning"})
+_FRAME = " |+-"
+"""Drawn around exception groups."""
+_EXCEPTION = re.compile(r"[ |]*((?:\w+\.)*\w*(?:Error|Exception): .*)")
+"""The last line of a traceback."""
 
 
 def tail(path: Path, lines: int) -> list[str]:
@@ -34,13 +41,27 @@ def tail(path: Path, lines: int) -> list[str]:
 
 
 def last_complaint(path: Path) -> str:
-    """The last error or warning of a log, else its last line, in one line of bounded length."""
-    lines = [line for line in tail(path, 200) if line.strip()]
+    """The last error or warning of a log, or what an uncaught exception said, else its last line; of bounded length."""
+    lines = [line for line in tail(path, 200) if line.strip(_FRAME)]
     for line in reversed(lines):
         fields = _fields(line)
+        if fields is None and (exception := _EXCEPTION.match(line)):
+            return exception.group(1)[:_MAX_COMPLAINT]
         if line.startswith("Error: ") or (fields is not None and fields.get("level") in _BAD_LEVELS):
             return readable(line)[:_MAX_COMPLAINT]
     return readable(lines[-1])[:_MAX_COMPLAINT] if lines else "it wrote nothing"
+
+
+def last_mention(path: Path, error: str) -> float | None:
+    """When a record of the log had this error last, in Unix seconds; None when its end does not mention it."""
+    for line in reversed(tail(path, _RECENT_LINES)):
+        fields = _fields(line)
+        if fields is not None and fields.get("error") == error:
+            try:
+                return datetime.fromisoformat(str(fields.get("time"))).timestamp()
+            except ValueError:
+                return None
+    return None
 
 
 def readable(line: str) -> str:

@@ -5,25 +5,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
-from typing import Annotated, Any
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any, TypeVar
 
 import pydantic
 import structlog
 import typer
 from rich.console import Console
 
-from services.cli import models
+from services.cli import dead_view, models
 from services.cli.chat import Chat, converse
-from services.cli.errors import CliError, StackNotRunning
+from services.cli.dead_letters import DeadLetter, Retried, newest, read, retry
+from services.cli.draining import bereaved, faults
+from services.cli.draining import drain as drain_instances
+from services.cli.errors import CliError, DrainFailed, StackNotRunning, UnknownTarget
 from services.cli.home import Home
 from services.cli.log_files import follow, readable, tail
 from services.cli.readiness import await_instances
+from services.cli.roll_call import NATS_WAIT_S, rows_of
+from services.cli.rolling import RollingRestart
 from services.cli.settings import CliSettings
-from services.cli.spec import StackSpec, parse_scale, select
+from services.cli.spec import SERVERS, StackSpec, parse_scale, select
 from services.cli.stack import Stack
 from services.cli.status_report import as_json, gather, print_table
 from services.cli.up import up as bring_up
-from shared.bus import BusError
+from shared.bus import Bus, BusError
 from shared.models import ModelError
 
 app = typer.Typer(
@@ -34,12 +40,17 @@ app = typer.Typer(
 )
 model_app = typer.Typer(help="Models on this machine.", no_args_is_help=True)
 app.add_typer(model_app, name="model")
+dead_app = typer.Typer(help="Work that was given up.", no_args_is_help=True)
+app.add_typer(dead_app, name="dead")
 
 # A pipe has no width: a table that is cut to a guess would lose what readers look for.
 console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 200)
 problems = Console(stderr=True, highlight=False, soft_wrap=True)
 
 Target = Annotated[str, typer.Argument(help="A stage, one instance (decode#1), or nats, valkey", metavar="STAGE[#N]")]
+
+DeadSeq = Annotated[int, typer.Argument(help="The number that `headrace dead list` shows", metavar="SEQ", min=1)]
+Answer = TypeVar("Answer")
 
 
 def main() -> None:
@@ -107,26 +118,46 @@ def scale(
         stack = Stack.attach(home)
         before = stack.spec.counts[stage]
         stack = stack.scale(stage, count)
-    if wait and count > before:
-        asyncio.run(await_instances(stack, stack.spec.instances(stage), settings.start_timeout_s))
+        if wait:
+            asyncio.run(await_instances(stack, stack.spec.instances(stage), settings.start_timeout_s))
+            stack = stack.remove_spare(stage)
     _say(f"{stage}: {before} -> {count}")
     if stage == "gateway":
         _say(" ".join(stack.spec.gateway_url(number) for number in range(count)))
 
 
 @app.command()
-def restart(target: Target) -> None:
-    """Restart instances one after the other, each drained first and ready before the next."""
+def drain(target: Target) -> None:
+    """Stop instances in good order: their work continues elsewhere at once. They stay down until restart or scale."""
+    home = Home.open(CliSettings().home)
+    with home.changing():
+        stack = Stack.attach(home)
+        names = select(stack.spec, target)
+        if names[0] in SERVERS:
+            raise UnknownTarget(f"{target} has no work to hand back; `headrace restart {target}` restarts it")
+        for line in bereaved(asyncio.run(rows_of(stack)), names, stack.spec):
+            _say(line)
+        endings = drain_instances(stack.supervisor, names, lambda ending: _say(str(ending)))
+    if fault := faults(endings, home):
+        raise DrainFailed(fault)
+
+
+@app.command()
+def restart(
+    target: Annotated[str, typer.Argument(help="The same, or all: every stage in turn", metavar="[STAGE[#N]]")] = "all",
+    at_once: Annotated[bool, typer.Option(help="Without a spare: away until it is ready again")] = False,
+) -> None:
+    """Restart instances one after the other without a gap; a spare serves where there is no other."""
     settings = CliSettings()
     home = Home.open(settings.home)
     with home.changing():
         stack = Stack.attach(home)
-        names = select(stack.spec, target)
-        for name in names:
-            _say(f"restarting {name}")
-            stack.restart(name)
-            asyncio.run(await_instances(stack, [name], settings.start_timeout_s))
-    _say(f"restarted {', '.join(names)}")
+        names = stack.spec.all_instances() if target == "all" else select(stack.spec, target)
+        rolling = RollingRestart(stack, _say, settings.start_timeout_s)
+        endings = rolling.at_once(names) if at_once or names[0] in SERVERS else rolling.run(names)
+    _say(f"restarted {', '.join(rolling.restarted)}")
+    if fault := faults(endings, home):
+        raise DrainFailed(fault)
 
 
 @app.command()
@@ -185,6 +216,44 @@ def chat(
         conversation.close()
 
 
+@dead_app.command("list")
+def dead_list(
+    limit: Annotated[int, typer.Option("--limit", "-n", min=1, help="The newest so many")] = 100,
+    as_json_: Annotated[bool, typer.Option("--json", help="For programs")] = False,
+) -> None:
+    """Show what was given up, and why."""
+    letters = _over_nats(lambda bus: newest(bus, limit))
+    console.out(dead_view.as_json(letters), highlight=False) if as_json_ else dead_view.print_list(letters, console)
+
+
+@dead_app.command("show")
+def dead_show(
+    seq: DeadSeq,
+    prompt: Annotated[bool, typer.Option("--prompt", help="With the ids of the prompt's tokens")] = False,
+    as_json_: Annotated[bool, typer.Option("--json", help="For programs")] = False,
+) -> None:
+    """Show all that is known of one dead letter; its prompt only when asked."""
+    letter = _over_nats(lambda bus: read(bus, seq))
+    if as_json_:
+        console.out(dead_view.as_json(letter, prompt=prompt), highlight=False)
+    else:
+        dead_view.print_one(letter, console, prompt=prompt)
+
+
+@dead_app.command("retry")
+def dead_retry(seq: DeadSeq, as_json_: Annotated[bool, typer.Option("--json", help="For programs")] = False) -> None:
+    """Queue the work of a dead letter again, as the same tenant under a new id."""
+
+    async def again(bus: Bus) -> tuple[DeadLetter, Retried]:
+        return await read(bus, seq), await retry(bus, seq)
+
+    letter, retried = _over_nats(again)
+    if as_json_:
+        console.out(dead_view.as_json(retried), highlight=False)
+    else:
+        dead_view.print_retried(letter, retried, _local_url(CliSettings()), console)
+
+
 @model_app.command("fetch")
 def model_fetch(
     name: Annotated[str | None, typer.Argument(help="Built-in, hub name or .gguf file; HEADRACE_MODEL if none")] = None,
@@ -202,6 +271,21 @@ def model_list() -> None:
 def _local_url(settings: CliSettings) -> str:
     spec: StackSpec | None = Home.open(settings.home).load_spec()
     return spec.gateway_url() if spec is not None else f"http://127.0.0.1:{settings.port}"
+
+
+def _over_nats(ask: Callable[[Bus], Coroutine[Any, Any, Answer]]) -> Answer:
+    """Ask over the NATS server of the stack that runs here, else over the one that HEADRACE_NATS_URL names."""
+    settings = CliSettings()
+    spec = Home.open(settings.home).load_spec()
+    url = spec.nats_url if spec is not None else settings.nats_url
+    if not url:
+        raise StackNotRunning(f"no stack is running here ({settings.home}), and HEADRACE_NATS_URL names no other")
+
+    async def connected() -> Answer:
+        async with await Bus.connect(url, name="cli", wait_s=NATS_WAIT_S) as bus:
+            return await ask(bus)
+
+    return asyncio.run(connected())
 
 
 def _say(text: str) -> None:

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from services.cli.log_files import last_complaint
+from services.cli.log_files import last_complaint, last_mention
 from services.cli.spec import SERVERS, START_ORDER, stage_of
 from services.cli.supervisor import ProcessInfo
 from shared.protocol.status import InstanceStatus
@@ -19,18 +19,26 @@ from shared.protocol.status import InstanceStatus
 SILENT_AFTER_S = 60.0
 """A process that has run for this long without announcing itself is not just starting."""
 
+ERROR_SHOWN_S = 600.0
+"""What went wrong longer ago has mended itself since."""
+
+_DIED = ("Exited too quickly", "Bad exit code")
+"""All that the supervisor can say of a process that started; its log says more."""
+
 _PROCESS_STATES: Final = {
     "BACKOFF": "restarting",
     "FATAL": "failed",
     "EXITED": "exited",
-    "STOPPED": "stopped",
+    "STOPPED": "drained",
     "STOPPING": "stopping",
 }
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One instance or server. States: ready, starting, draining, silent, restarting, failed, exited, stopped, stopping.
+    """One instance or server. States: ready, starting, draining, stopping, drained, silent, restarting, failed, exited.
 
+
+    A drained instance stays down until it is started again; of a server that is "stopped".
     `status` is None for servers and for instances that do not announce themselves (yet).
     """
 
@@ -41,6 +49,10 @@ class Row(msgspec.Struct, frozen=True):
     up_since_unix_s: float
     last_error: str
     status: InstanceStatus | None
+
+    @property
+    def live(self) -> bool:
+        return self.state == "ready"
 
 
 def merge(
@@ -58,9 +70,13 @@ def _supervised(info: ProcessInfo, status: InstanceStatus | None, now_unix_s: fl
     if status is not None and status.pid != info.pid:
         status = None
     state = _PROCESS_STATES.get(info.state) or _live_state(info, status, now_unix_s)
-    last_error = status.last_error if status is not None else ""
+    if info.name in SERVERS and state == "drained":
+        state = "stopped"
+    log = logs / f"{info.name}.log"
+    last_error = _recent(status.last_error, log, now_unix_s) if status is not None else ""
     if state in ("restarting", "failed", "exited", "silent"):
-        last_error = info.spawn_error or last_complaint(logs / f"{info.name}.log")
+        unsaid = not info.spawn_error or info.spawn_error.startswith(_DIED)
+        last_error = last_complaint(log) if unsaid else info.spawn_error
     return Row(
         name=info.name,
         stage=stage_of(info.name),
@@ -70,6 +86,17 @@ def _supervised(info: ProcessInfo, status: InstanceStatus | None, now_unix_s: fl
         last_error=last_error,
         status=status,
     )
+
+
+def _recent(error: str, log: Path, now_unix_s: float) -> str:
+    """An instance tells its last error for ever. Its log knows when that was: said with its age, then not any more."""
+    logged_unix_s = last_mention(log, error) if error else None
+    if logged_unix_s is None:
+        return error
+    age_s = max(now_unix_s - logged_unix_s, 0.0)
+    if age_s > ERROR_SHOWN_S:
+        return ""
+    return f"{error} ({age_s:.0f} s ago)" if age_s < 60 else f"{error} ({age_s / 60:.0f} min ago)"
 
 
 def _live_state(info: ProcessInfo, status: InstanceStatus | None, now_unix_s: float) -> str:

@@ -15,6 +15,7 @@ from services.cli.overview import Row, merge
 from services.cli.stack import Stack
 from services.cli.supervisor import ProcessInfo
 from shared.bus import Bus
+from shared.protocol.subjects import STATUS_PING
 
 _POLL_S = 0.25
 _HTTP_TIMEOUT_S = 2.0
@@ -64,11 +65,12 @@ async def await_instances(
     deadline = time.monotonic() + timeout_s
     watch = DeathWatch()
     async with await Bus.connect(stack.spec.nats_url, name="cli", wait_s=_NATS_WAIT_S) as bus:
+        await bus.client.publish(STATUS_PING, b"")  # those that are ready need not be waited for
         while True:
             processes = await asyncio.to_thread(stack.supervisor.processes)
             rows = merge(processes, bus.statuses.live(), time.time(), stack.home.logs)
             show(rows)
-            if (name := watch.hopeless(processes)) is not None:
+            if (name := watch.hopeless({n: info for n, info in processes.items() if n in names})) is not None:
                 log = stack.home.log_of(name)
                 raise StartFailed(f"{name} keeps dying: {last_complaint(log)} (see {log})")
             waiting = [row.name for row in rows if row.name in names and row.state != "ready"]

@@ -16,7 +16,10 @@ Server = Literal["nats", "valkey"]
 SERVERS: Final[tuple[Server, ...]] = ("nats", "valkey")
 START_ORDER: Final[tuple[Stage, ...]] = ("kvstore", "prefill", "decode", "draft", "gateway")
 
-_TARGET = re.compile(r"([a-z]+)(?:[#-](\d{1,3}))?")
+SPARE: Final = "spare"
+"""What a spare has in place of a number."""
+
+_TARGET = re.compile(rf"([a-z]+)(?:[#-](\d{{1,3}}|{SPARE}))?")
 _SCALE = re.compile(r"([a-z]+)=(\d{1,4})")
 
 
@@ -24,6 +27,9 @@ class StackSpec(msgspec.Struct, frozen=True):
     """Kept in the state directory while a stack is up, so that later commands see what `up` saw.
 
     `stack_id` marks every process of this run. An empty `servers` means that NATS and Redis are run by somebody else.
+    `spares` are the instances beside `counts` that stand in while others restart, one of a stage at most, each with the
+    number of the instance that it stands in for. A command that was killed leaves them here, and the next one that
+    changes their stage removes them.
     """
 
     stack_id: str
@@ -36,13 +42,18 @@ class StackSpec(msgspec.Struct, frozen=True):
     gateway_port: int
     counts: dict[Stage, int]
     draft_model: str = ""
+    spares: dict[Stage, int] = {}
     v: int = 1
 
     def instances(self, stage: Stage) -> list[str]:
+        """The numbered ones."""
         return [f"{stage}-{n}" for n in range(self.counts.get(stage, 0))]
 
+    def with_spare(self, stage: Stage) -> list[str]:
+        return [*self.instances(stage), *([spare_of(stage)] if stage in self.spares else [])]
+
     def all_instances(self) -> list[str]:
-        return [name for stage in START_ORDER for name in self.instances(stage)]
+        return [name for stage in START_ORDER for name in self.with_spare(stage)]
 
     def programs(self) -> list[str]:
         """Every supervised process by name, servers first."""
@@ -50,6 +61,18 @@ class StackSpec(msgspec.Struct, frozen=True):
 
     def scaled(self, stage: Stage, count: int) -> StackSpec:
         return msgspec.structs.replace(self, counts={**self.counts, stage: count})
+
+    def sparing(self, stage: Stage, number: int) -> StackSpec:
+        """With a spare of the stage that stands in for the instance of this number."""
+        return msgspec.structs.replace(self, spares={**self.spares, stage: number})
+
+    def without_spare(self, stage: Stage) -> StackSpec:
+        return msgspec.structs.replace(self, spares={s: n for s, n in self.spares.items() if s != stage})
+
+    def port_of(self, gateway: str) -> int:
+        """Where a gateway listens; a spare shares the port of the one that it stands in for."""
+        number = self.spares["gateway"] if gateway == spare_of("gateway") else number_of(gateway)
+        return self.gateway_port + number
 
     def gateway_url(self, number: int = 0) -> str:
         return f"http://127.0.0.1:{self.gateway_port + number}"
@@ -75,7 +98,7 @@ def parse_scale(text: str) -> tuple[Stage, int]:
 
 
 def select(spec: StackSpec, target: str) -> list[str]:
-    """The programs that `decode` (all of the stage), `decode#1`, `decode-1`, `nats` or `valkey` name.
+    """The programs that `decode` (all of the stage), `decode#1`, `decode-1`, `decode#spare`, `nats` or `valkey` name.
 
     Raises UnknownTarget when there is none.
     """
@@ -87,8 +110,9 @@ def select(spec: StackSpec, target: str) -> list[str]:
         return [name]
     if name not in STAGES:
         raise UnknownTarget(f"no stage or server {target!r}; there are {', '.join((*STAGES, *spec.servers))}")
-    present = spec.instances(parse_stage(name))
-    wanted = present if match is None or match.group(2) is None else [f"{name}-{int(match.group(2))}"]
+    present = spec.with_spare(parse_stage(name))
+    which = match.group(2) if match else None
+    wanted = present if which is None else [f"{name}-{which if which == SPARE else int(which)}"]
     if not wanted or not set(wanted) <= set(present):
         raise UnknownTarget(f"no instance {target!r}; running are {', '.join(present) or 'none of this stage'}")
     return wanted
@@ -97,3 +121,12 @@ def select(spec: StackSpec, target: str) -> list[str]:
 def stage_of(program: str) -> str:
     """`decode` of `decode-1`; a server is its own stage."""
     return program.rsplit("-", 1)[0]
+
+
+def number_of(instance: str) -> int:
+    """1 of `decode-1`."""
+    return int(instance.rsplit("-", 1)[1])
+
+
+def spare_of(stage: Stage) -> str:
+    return f"{stage}-{SPARE}"

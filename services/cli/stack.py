@@ -14,7 +14,7 @@ from services.cli.home import Home
 from services.cli.leftovers import end_processes, stack_processes
 from services.cli.log_files import last_complaint
 from services.cli.preflight import gateway_port, require_free
-from services.cli.spec import StackSpec, select
+from services.cli.spec import StackSpec, select, spare_of
 from services.cli.supervisor import Supervisor
 from services.cli.supervisor_config import Binaries, render_config, service_environment
 from services.cli.tcp import accepts
@@ -77,29 +77,41 @@ class Stack:
         self.home.drop_spec()
 
     def scale(self, stage: Stage, count: int) -> Stack:
-        """Bring a stage to `count` instances; the others are not touched. Returns the stack as it is then.
+        """Bring a stage to `count` instances, drained ones included; the others are not touched.
 
-        Raises PortInUse before anything has changed.
+        Returns the stack as it is then. Raises PortInUse before anything has changed.
         """
         wanted = self.spec.scaled(stage, count)
         before, after = self.spec.instances(stage), wanted.instances(stage)
-        added = [name for name in after if name not in before]
         removed = [name for name in before if name not in after]
         if stage == "gateway":
             require_free(gateway_port(wanted, number) for number in range(len(before), len(after)))
-        self.home.write_config(render_config(wanted, self.home, Binaries.locate()))
-        self.supervisor.reload_config()
-        self.home.save_spec(wanted)
-        for name in added:
+        scaled = self._become(wanted)
+        for name in after:
             self.supervisor.add(name)
         if removed:
             self.supervisor.remove(removed)
-        return Stack(self.home, wanted, self.supervisor)
+        return scaled
 
-    def restart(self, name: str) -> None:
-        """Stop one instance with time to hand its work back, then start it. Does not wait until it is ready."""
-        self.supervisor.stop([name])
-        self.supervisor.start(name)
+    def add_spare(self, stage: Stage, number: int) -> Stack:
+        """Start an instance that stands in for the one of this number. Does not wait until it is ready."""
+        spared = self._become(self.spec.sparing(stage, number))
+        spared.supervisor.add(spare_of(stage))
+        return spared
+
+    def remove_spare(self, stage: Stage) -> Stack:
+        """Drain the spare of a stage, if there is one, and forget it."""
+        if stage not in self.spec.spares:
+            return self
+        self.supervisor.remove([spare_of(stage)])
+        return self._become(self.spec.without_spare(stage))
+
+    def _become(self, wanted: StackSpec) -> Stack:
+        """Write down what there shall be. The spec comes last: what it names, the supervisor knows."""
+        self.home.write_config(render_config(wanted, self.home, Binaries.locate()))
+        self.supervisor.reload_config()
+        self.home.save_spec(wanted)
+        return Stack(self.home, wanted, self.supervisor)
 
     def kill_instances(self, target: str) -> list[str]:
         """SIGKILL, as a crash would be; the supervisor starts them again. Returns those that were running."""
@@ -147,7 +159,7 @@ def _start_supervisor(stack: Stack, threads: int) -> None:
     environment = service_environment(stack.spec, stack.home.secret(), threads, os.environ)
     with stack.home.log_of("supervisor.out").open("wb") as output:
         process = subprocess.Popen(  # noqa: S603 (fixed arguments)
-            [sys.executable, "-m", "supervisor.supervisord", "--nodaemon", "-c", str(stack.home.config)],
+            [sys.executable, "-m", "services.cli.supervisord", "--nodaemon", "-c", str(stack.home.config)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

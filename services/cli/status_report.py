@@ -2,61 +2,63 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from services.cli.dead_letters import count_dead
 from services.cli.overview import Row, merge
+from services.cli.roll_call import NATS_WAIT_S, call_roll
 from services.cli.spec import START_ORDER, StackSpec
 from services.cli.supervisor import ProcessInfo
 from shared.bus import Bus, BusError
-from shared.protocol.subjects import STATUS_PING
+from shared.protocol.status import InstanceStatus
+from shared.protocol.subjects import PRIORITIES, Priority, Stage
 
-_NATS_WAIT_S = 2.0
-_ANSWER_S = 1.2
-"""Instances announce themselves each second and when asked."""
-_POLL_S = 0.02
-_ALWAYS = ("running", "slots", "blocks_total", "blocks_used", "transport")
+PULLING: Final[tuple[Stage, ...]] = ("prefill", "decode")
+_ALWAYS = ("running", "slots", "blocks_total", "blocks_used", "blocks_evictable", "leases", "transport")
 """Of each instance in the JSON, whether it has told them or not."""
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What `status --json` prints. `queue_depth` is of stages that pull work; `problem` says why NATS told nothing."""
+    """What `status --json` prints. `problem` says why NATS told nothing.
+
+    `waiting` has, for each stage that pulls work, the requests in its queue by priority.
+    """
 
     model: str
     url: str
     nats_url: str
     supervisor_pid: int
     problem: str
-    queue_depth: dict[str, int]
+    waiting: dict[str, dict[Priority, int]]
+    dead_letters: int
     rows: list[Row]
+
+    def depth(self, stage: str) -> int | None:
+        return sum(self.waiting[stage].values()) if stage in self.waiting else None
 
 
 async def gather(
     nats_url: str, spec: StackSpec | None, processes: dict[str, ProcessInfo], supervisor_pid: int, logs: Path
 ) -> Report:
     """Ask all instances. A missing NATS server is part of the report, not an error."""
-    statuses, depth, problem, model = [], {}, "", spec.model if spec else ""
+    statuses: list[InstanceStatus] = []
+    waiting: dict[str, dict[Priority, int]] = {}
+    dead, problem, model = 0, "", spec.model if spec else ""
     try:
-        async with await Bus.connect(nats_url, name="status", wait_s=_NATS_WAIT_S) as bus:
-            await bus.client.publish(STATUS_PING, b"")
-            expected = {name for name, info in processes.items() if info.pid and name not in ("nats", "valkey")}
-            deadline = time.monotonic() + _ANSWER_S
-            while time.monotonic() < deadline:
-                await asyncio.sleep(_POLL_S)
-                if expected and expected <= {status.instance for status in bus.statuses.live()}:
-                    break
-            statuses = bus.statuses.live()
+        async with await Bus.connect(nats_url, name="status", wait_s=NATS_WAIT_S) as bus:
+            statuses = await call_roll(bus, processes)
             models = {status.model for status in statuses if status.model and status.stage != "draft"}
             model = ", ".join(sorted(models)) or model
-            for stage in ("prefill", "decode"):
-                depth[stage] = sum([await bus.queue_depth(stage, name) for name in models])
+            waiting = {stage: await _waiting(bus, stage, models) for stage in PULLING}
+            dead = await count_dead(bus)
     except BusError as error:
         problem = str(error)
     return Report(
@@ -65,16 +67,22 @@ async def gather(
         nats_url=re.sub(r"//[^@/]*@", "//", nats_url),
         supervisor_pid=supervisor_pid,
         problem=problem,
-        queue_depth=depth,
+        waiting=waiting,
+        dead_letters=dead,
         rows=merge(processes, statuses, time.time(), logs),
     )
+
+
+async def _waiting(bus: Bus, stage: Stage, models: Iterable[str]) -> dict[Priority, int]:
+    return {p: sum([await bus.queue_depth(stage, model, p) for model in models]) for p in PRIORITIES}
 
 
 def as_json(report: Report) -> str:
     """Per stage, so that scripts can say `.stages.decode.instances[0].running`."""
     stages = {
         stage: {
-            "queue_depth": report.queue_depth.get(stage),
+            "queue_depth": report.depth(stage),
+            "waiting": report.waiting.get(stage),
             "instances": [_instance_json(row) for row in report.rows if row.stage == stage],
         }
         for stage in START_ORDER
@@ -86,6 +94,7 @@ def as_json(report: Report) -> str:
         "nats_url": report.nats_url,
         "supervisor_pid": report.supervisor_pid or None,
         "problem": report.problem,
+        "dead_letters": report.dead_letters,
         "stages": stages,
         "servers": servers,
     }
@@ -102,6 +111,7 @@ def _instance_json(row: Row) -> dict[str, Any]:
     return {
         **dict.fromkeys(_ALWAYS),
         **told,
+        "blocks_free": _free(row.status) if row.status is not None else None,
         "instance": row.name,
         "state": row.state,
         "pid": row.pid or None,
@@ -111,37 +121,62 @@ def _instance_json(row: Row) -> dict[str, Any]:
 
 
 def print_table(report: Report, console: Console) -> None:
-    console.print(status_table(report.rows, report.queue_depth))
+    console.print(status_table(report.rows, report.waiting))
+    if report.dead_letters:
+        what = "dead letter" if report.dead_letters == 1 else "dead letters"
+        console.print(f"{report.dead_letters} {what}, see `headrace dead list`", style="yellow", markup=False)
     if report.problem:
         console.print(f"NATS: {report.problem}", style="red", markup=False)
     if report.url:
         console.print(f"{report.model} at {report.url}", markup=False)
 
 
-def status_table(rows: list[Row], queue_depth: dict[str, int]) -> Table:
+def status_table(rows: list[Row], waiting: Mapping[str, Mapping[Priority, int]]) -> Table:
+    """`waiting` of a stage stands beside its first instance; used, evictable and free blocks add up to all."""
     table = Table(box=None, header_style="dim", pad_edge=False)
-    for column in ("instance", "state", "up since", "queue", "running", "blocks", "transport"):
+    for column in ("instance", "state", "up since", "waiting", "running"):
         table.add_column(column, no_wrap=True)
+    for column in ("used", "evictable", "free", "leases"):
+        table.add_column(column, no_wrap=True, justify="right")
+    table.add_column("transport", no_wrap=True)
     table.add_column("last error", overflow="fold")
     stage = ""
     for row in rows:
-        depth = queue_depth.get(row.stage) if row.stage != stage else None
+        queue = waiting.get(row.stage) if row.stage != stage else None
         stage = row.stage
-        table.add_row(row.name, *_cells(row, depth), style="" if row.state == "ready" else _style(row.state))
+        cells = [row.state, _clock(row.up_since_unix_s), "" if queue is None else _queue(queue), *_load(row.status)]
+        error = row.last_error.replace("[", r"\[")
+        table.add_row(row.name, *cells, error, style="" if row.live else _style(row.state))
     return table
 
 
-def _cells(row: Row, depth: int | None) -> list[str]:
-    status = row.status
+def _queue(waiting: Mapping[Priority, int]) -> str:
+    """`3`, or `3 (1 high, 2 low)` where they are not all of the usual priority."""
+    kinds = [f"{count} {priority}" for priority, count in waiting.items() if count]
+    total = sum(waiting.values())
+    return str(total) if waiting["normal"] == total else f"{total} ({', '.join(kinds)})"
+
+
+def _load(status: InstanceStatus | None) -> list[str]:
+    if status is None:
+        return [""] * 6
+    blocks = [status.blocks_used - _reclaimable(status), status.blocks_evictable, _free(status)]
     return [
-        row.state,
-        _clock(row.up_since_unix_s),
-        "" if depth is None else str(depth),
-        f"{status.running}/{status.slots}" if status and status.slots else str(status.running) if status else "",
-        f"{status.blocks_used}/{status.blocks_total}" if status and status.blocks_total else "",
-        status.transport if status else "",
-        row.last_error.replace("[", r"\["),
+        f"{status.running}/{status.slots}" if status.slots else str(status.running),
+        *(str(count) if status.blocks_total else "" for count in blocks),
+        str(status.leases) if status.stage == "kvstore" else "",
+        status.transport,
     ]
+
+
+def _reclaimable(status: InstanceStatus) -> int:
+    """Evictable blocks among those that are called used: a store counts all that it keeps, a worker what is held."""
+    return status.blocks_evictable if status.stage == "kvstore" else 0
+
+
+def _free(status: InstanceStatus) -> int:
+    """Blocks that are empty."""
+    return status.blocks_total - status.blocks_used - status.blocks_evictable + _reclaimable(status)
 
 
 def _clock(unix_s: float) -> str:
@@ -153,4 +188,4 @@ def _clock(unix_s: float) -> str:
 
 
 def _style(state: str) -> str:
-    return "yellow" if state in ("starting", "draining", "stopping") else "red"
+    return "yellow" if state in ("starting", "draining", "stopping", "drained") else "red"

@@ -83,13 +83,17 @@ class Supervisor:
     def stop(self, names: Iterable[str]) -> None:
         """Stop processes together and wait until all are down; the supervisor kills those that take too long."""
         waiting = set(names)
-        for name in waiting:
-            self._call("supervisor.stopProcess", name, False, accept=(_NOT_RUNNING,))
+        self.begin_stop(waiting)
         self._await(
             lambda: all(info.down for name, info in self.processes().items() if name in waiting),
             STOP_WAIT_S + 10.0,
             f"{', '.join(sorted(waiting))} did not stop",
         )
+
+    def begin_stop(self, names: Iterable[str]) -> None:
+        """Send the stop signal and return; those that do not run at the moment are not started again either."""
+        for name in names:
+            self._call("supervisor.stopProcess", name, False, accept=(_NOT_RUNNING, _BAD_NAME))
 
     def signal(self, name: str, signal_name: str) -> bool:
         """False when the process does not run at the moment."""

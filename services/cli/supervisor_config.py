@@ -12,14 +12,15 @@ from pathlib import Path
 from services.cli.home import Home
 from services.cli.spec import Server, StackSpec, stage_of
 
-STOP_WAIT_S = 30
-"""After SIGTERM an instance has this long to hand its work back; then it is killed."""
+STOP_WAIT_S = 35
+"""After SIGTERM an instance has this long to hand its work back; then it is killed. Gateways need most: running answers
+may go on for 20 s, their clients have 6 s to go elsewhere, and a NATS server that is away costs 5 s more."""
 SERVICE_START_S = 3
 """An instance that lives this long counts as started: its next restart is immediate again, not backed off."""
 _ONE_PER_PROCESS = frozenset({"HEADRACE_METRICS_PORT", "HEADRACE_STORE_PORT", "HEADRACE_INSTANCE"})
 """Cannot be the same for all instances of a machine: each takes a free port, and its name from the stack."""
 _RETRIES = 1000
-"""Waits between early deaths grow by a second each; after this many the instance is given up."""
+"""Never reached: the waits between early deaths, which are counted, stop growing (see `supervisord`)."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def _instance(name: str, spec: StackSpec, home: Home, binaries: Binaries) -> str
     stage = stage_of(name)
     environment = {"HEADRACE_INSTANCE": name}
     if stage == "gateway":
-        environment["HEADRACE_PORT"] = str(spec.gateway_port + int(name.rsplit("-", 1)[1]))
+        environment["HEADRACE_PORT"] = str(spec.port_of(name))
     command: list[str | Path] = [binaries.python, "-m", f"services.{stage}"]
     return _program(name, command, home, environment, priority=100, start_s=SERVICE_START_S)
 

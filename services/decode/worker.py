@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
@@ -25,8 +26,10 @@ from shared.worker.block_push import BlockPush
 from shared.worker.cleanup import run_to_end
 from shared.worker.engine_host import EngineHost
 from shared.worker.holdings import Holding
+from shared.worker.lease_releases import LeaseReleases
 from shared.worker.stage_worker import OtherLayout, StageWorker, Work
 
+LEASE_CHECK_S = 0.5
 MAX_RECORD_TOKENS = 512
 """Tokens in one record of the log, so that one made during an outage fits a message: 0.6 KB each with 20 logprobs."""
 
@@ -37,6 +40,7 @@ class DecodeWorker(StageWorker):
     def __init__(
         self, bus: Bus, host: EngineHost, kv: KVClient, settings: DecodeSettings, worker: str, metrics: DecodeMetrics
     ) -> None:
+        self._releases = LeaseReleases(kv)
         super().__init__(
             "decode",
             bus,
@@ -46,7 +50,7 @@ class DecodeWorker(StageWorker):
             slots=settings.decode_slots,
             stall_s=settings.stall_s,
             drain_s=settings.drain_s,
-            on_dropped=kv.release,
+            on_dropped=self._releases.add,
         )
         self._kv = kv
         self._settings = settings
@@ -61,7 +65,7 @@ class DecodeWorker(StageWorker):
         await self.drafts.open()
 
     def _background(self) -> list[Coroutine[Any, Any, None]]:
-        return [self._renew_leases()]
+        return [self._renew_leases(), self._releases.run()]
 
     def _read(self, delivery: Delivery) -> Work:
         job = decode_job(delivery.data)
@@ -80,6 +84,7 @@ class DecodeWorker(StageWorker):
             await self._generate(holding, job, end_turn)
         finally:
             end_turn()
+        await self._releases.add(holding.request_id)
 
     async def _generate(self, holding: Holding, job: DecodeJob, on_loaded: Callable[[], None]) -> None:
         request = holding.request
@@ -92,11 +97,19 @@ class DecodeWorker(StageWorker):
             salt=request.salt,
             speculate=request.speculation == "auto" and self._settings.speculation == "auto",
         )
-        push = BlockPush(self._host, self._kv, sequence, request.request_id, self._settings.lease_s, pinned=False)
+        push = BlockPush(
+            self._host,
+            self._kv,
+            sequence,
+            request.request_id,
+            self._settings.lease_s,
+            tenant=request.tenant,
+            pinned=False,
+            timeout_s=self._settings.kv_timeout_s,
+        )
         try:
             if sequence.finish_reason is not None:  # the last holder died between its last token and its last word
                 await self._end(holding, job, sequence.finish_reason, len(holding.state.output_ids), 0, 0)
-                await self._kv.release(request.request_id)
                 return
             loaded = await self._load(sequence, request.salt, job.manifest, push)
             self.drafts.join(request, tokens)
@@ -105,9 +118,12 @@ class DecodeWorker(StageWorker):
             await self.drafts.ask(request.request_id)
             await self._emit(holding, job, sequence, push)
         finally:
-            await run_to_end(
-                lambda: self.drafts.leave(request.request_id), push.abandon, lambda: self._host.release(sequence)
-            )
+            self._host.pause(sequence)  # no step more, even if a transfer takes its time to end
+            try:
+                await run_to_end(push.abandon)
+            finally:
+                self._host.release(sequence)
+                await self.drafts.leave(request.request_id)
 
     async def _load(self, sequence: Sequence, salt: str, manifest: Manifest, push: BlockPush) -> int:
         """Fetch the stored prefix into the sequence's blocks, behind what this worker has cached; the tokens whose KV
@@ -171,8 +187,7 @@ class DecodeWorker(StageWorker):
                 await self._end(holding, job, reason, emitted, drafted, accepted)
                 self._metrics.decode_time.observe(time.time() - holding.claimed_unix_s)
                 self._annotate(steps, emitted, drafted, accepted, reason)
-                await push.finish()
-                await self._kv.release(request_id)
+                await push.linger(self._settings.kv_timeout_s)
                 return
 
     def _offer_full_blocks(self, sequence: Sequence, salt: str, num_computed: int, push: BlockPush) -> None:
@@ -208,11 +223,19 @@ class DecodeWorker(StageWorker):
         )
 
     async def _renew_leases(self) -> None:
-        """Keep the blocks of running requests from eviction; a dead worker's leases end by themselves."""
+        """Keep the blocks of running requests from eviction; a dead worker's leases end by themselves.
+
+        The first renewal comes soon after the claim: it cuts prefill's lease, which reaches to the deadline, to ours.
+        """
+        renewed_s: dict[str, float] = {}
         while True:
-            await asyncio.sleep(self._settings.lease_s / 3)
-            for request_id in self.holdings.ids():
-                await self._kv.renew(request_id, self._settings.lease_s)
+            await asyncio.sleep(LEASE_CHECK_S)
+            held = self.holdings.ids()
+            renewed_s = {request_id: at_s for request_id, at_s in renewed_s.items() if request_id in held}
+            for request_id in held:
+                if time.monotonic() - renewed_s.get(request_id, -math.inf) >= self._settings.lease_s / 3:
+                    renewed_s[request_id] = time.monotonic()
+                    await self._kv.renew(request_id, self._settings.lease_s)
 
 
 def token_records(steps: list[SequenceStep], epoch: int, index: int) -> Iterator[Tokens]:

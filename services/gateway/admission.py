@@ -13,11 +13,12 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Final
 
+from services.gateway.attachment import Attachments
 from services.gateway.call import GenerationCall
 from services.gateway.deadlines import Deadlines
 from services.gateway.drafts import Draft
-from services.gateway.endings import Endings
-from services.gateway.errors import ApiError, failure_of, overloaded, too_large, unknown_model
+from services.gateway.endings import Ending, Endings
+from services.gateway.errors import ApiError, failure_of, too_large, unknown_model
 from services.gateway.limits import Limits
 from services.gateway.prompts import Prompter
 from services.gateway.settings import GatewaySettings
@@ -56,7 +57,7 @@ class Part:
 
     accepted: Accepted
     log_seq: int
-    claimed: bool
+    deadlines: Deadlines
     reader: LogReader | None
 
 
@@ -65,7 +66,6 @@ class Ticket:
     """An accepted request. `joined`: an earlier request with the same idempotency key began it."""
 
     parts: Sequence[Part]
-    deadlines: Deadlines
     joined: bool
 
     @property
@@ -85,6 +85,7 @@ class Admission:
         prompter: Prompter,
         limits: Limits,
         endings: Endings,
+        attachments: Attachments,
         model: str,
         worker: str,
         settings: GatewaySettings,
@@ -93,6 +94,7 @@ class Admission:
         self._prompter = prompter
         self._limits = limits
         self._endings = endings
+        self._attachments = attachments
         self._model = model
         self._worker = worker
         self._settings = settings
@@ -122,20 +124,18 @@ class Admission:
         self._limits.check_choices(call.n, len(call.prompts))
         if held is not None:
             held.enter_context(self._limits.slots(call.choices - 1))
-        self._limits.check_queue(call.choices)
-        draft = await self._draft(call, tenant, terms)
         if terms.idempotency_key is None:
-            return await self._start(draft.named(new_request_id(call.api), digest=""), trace_headers, held)
+            return await self._start(call, tenant, terms, new_request_id(call.api), trace_headers, held)
         for attempt in range(MAX_ATTEMPTS):
             request_id = keyed_request_id(call.api, tenant, terms.idempotency_key, attempt)
-            draft = draft.named(request_id, call.digest)
             states = await self._earlier_run(tenant, request_id)
             if not states:
                 try:
-                    return await self._start(draft, trace_headers, held)
+                    return await self._start(call, tenant, terms, request_id, trace_headers, held)
                 except LogExists:  # a twin was faster
                     states = await self._earlier_run(tenant, request_id)
             if states and not any(state and state.ended and failure_of(state.ended) for state in states):
+                draft = (await self._draft(call, tenant, terms)).named(request_id, call.digest)
                 return await self._join(draft, states, trace_headers, held)
         raise ApiError(
             422,
@@ -158,7 +158,8 @@ class Admission:
             gateway=self._worker,
             created_unix_s=now,
             queue_deadline_unix_s=now + terms.queue_timeout_s,
-            deadline_unix_s=now + terms.timeout_s,
+            compute_timeout_s=terms.timeout_s,
+            deadline_unix_s=now + terms.queue_timeout_s + terms.timeout_s,
         )
         longest = max(range(len(prompts)), key=lambda n: len(prompts[n]))
         tokens = len(prompts[longest])
@@ -170,16 +171,34 @@ class Admission:
             )
         return draft
 
-    async def _start(self, draft: Draft, trace_headers: dict[str, str], held: AsyncExitStack | None) -> Ticket:
-        """Begin a run. Raises LogExists when its id is taken, ApiError when it cannot be stored."""
-        readers = await self._subscribe(draft, held)
-        log_seqs = await self._store(draft, [None] * draft.choices, trace_headers)
-        parts = [
-            Part(draft.opening(choice), log_seq, claimed=False, reader=reader)
-            for choice, (log_seq, reader) in enumerate(zip(log_seqs, readers, strict=True))
-        ]
-        deadlines = Deadlines(draft.deadline_unix_s, draft.queue_deadline_unix_s)
-        return Ticket(parts, deadlines, joined=False)
+    async def _start(
+        self,
+        call: GenerationCall,
+        tenant: str,
+        terms: Terms,
+        request_id: str,
+        trace_headers: dict[str, str],
+        held: AsyncExitStack | None,
+    ) -> Ticket:
+        """Begin a run. Raises LogExists when its id is taken, ApiError when it cannot be stored or must not be."""
+        wanted = (call.priority, call.choices, terms.queue_timeout_s)
+        self._limits.check(*wanted)  # first of all, since it costs nothing
+        ids = [choice_request_id(request_id, choice) for choice in range(call.choices)]
+        with self._limits.quota.storing(tenant, ids):
+            try:
+                await self._limits.quota.check(tenant, ids)
+            except BusError as error:
+                raise self._unavailable(error) from error
+            with self._limits.place(*wanted):
+                digest = call.digest if terms.idempotency_key is not None else ""
+                draft = (await self._draft(call, tenant, terms)).named(request_id, digest)
+                readers = await self._subscribe(draft, held)
+                log_seqs = await self._store(draft, [None] * draft.choices, trace_headers)
+        parts = []
+        for choice, (log_seq, reader) in enumerate(zip(log_seqs, readers, strict=True)):
+            opening = draft.opening(choice)
+            parts.append(Part(opening, log_seq, Deadlines.of(opening, None), reader))
+        return Ticket(parts, joined=False)
 
     async def _join(
         self,
@@ -203,17 +222,12 @@ class Admission:
         begun = draft.as_begun(accepted)
         log_seqs = await self._store(begun, states, trace_headers)
         readers = await self._subscribe(begun, held)
-        parts = [
-            Part(
-                accepted=state.accepted if state is not None and state.accepted is not None else begun.opening(choice),
-                log_seq=log_seq,
-                claimed=state is not None and (bool(state.claims) or state.ended is not None),
-                reader=reader,
-            )
-            for choice, (state, log_seq, reader) in enumerate(zip(states, log_seqs, readers, strict=True))
-        ]
-        queue_unix_s = None if all(part.claimed for part in parts) else begun.queue_deadline_unix_s
-        return Ticket(parts, Deadlines(begun.deadline_unix_s, queue_unix_s), joined=True)
+        parts = []
+        for choice, (state, log_seq, reader) in enumerate(zip(states, log_seqs, readers, strict=True)):
+            opening = state.accepted if state is not None and state.accepted is not None else begun.opening(choice)
+            claim = state.claims[0] if state is not None and state.claims else None
+            parts.append(Part(opening, log_seq, Deadlines.of(opening, claim), reader))
+        return Ticket(parts, joined=True)
 
     async def _earlier_run(self, tenant: str, request_id: str) -> list[LogState | None]:
         """The state of each choice's log, None for one that was not begun; empty when there was no such run."""
@@ -237,7 +251,7 @@ class Admission:
         """Begin the logs that are missing, the first choice's before all others, and queue what nobody has taken.
 
         Returns the sequence of each log's latest record. Raises LogExists when the first log was to be begun and its id
-        is taken; ApiError when something cannot be stored, and then ends every log that it may have begun.
+        is taken; ApiError when something cannot be stored, and then nothing is left that nobody would end.
         """
         begun: list[Accepted] = []
         log_seqs: list[int] = []
@@ -256,14 +270,35 @@ class Admission:
         except LogExists:
             raise
         except QueueFull as error:
-            refusal = overloaded(429, "queue_full", f"The queue is full: {error}", self._settings.retry_after_s)
+            refusal = self._limits.backlog.full(draft.call.priority, f"The queue is full: {error}")
+            await self._give_up(begun, states, refusal, certain=True)
         except BusError as error:
             refusal = self._unavailable(error)
+            await self._give_up(begun, states, refusal, certain=False)
         else:
             return log_seqs
-        # What was stored is not known when an answer was lost: the logs must end in any case.
-        self._endings.request_all(begun, "error", refusal.info())
         raise refusal
+
+    async def _give_up(
+        self, begun: Sequence[Accepted], states: Sequence[LogState | None], refusal: ApiError, *, certain: bool
+    ) -> None:
+        """End what was begun, since a request is taken on with all its choices or not at all.
+
+        That includes the choices of an earlier run when one that it lacks could not be stored. A run that lacks none
+        goes on, as long as somebody follows it. `certain`: it is known what was stored; else the ends come later, and
+        a run under a key has its grace period: the client's retry may have been taken on by another gateway by then.
+        """
+        known = [state.accepted for state in states if state is not None and state.accepted is not None]
+        if not begun or (not certain and begun[0].body_digest):
+            self._attachments.left(sorted([*known, *begun], key=lambda accepted: accepted.choice))
+            return
+        running = [s.accepted for s in states if s is not None and s.accepted is not None and s.ended is None]
+        endings = [Ending(accepted, "error", refusal.info(), may_come=not certain) for accepted in (*running, *begun)]
+        if certain:
+            await self._endings.settle(endings)
+        else:
+            for ending in endings:
+                self._endings.request(ending)
 
     async def _begin(self, opening: Accepted, trace_headers: dict[str, str]) -> LogState:
         """The state of a log that has its first record now. Raises LogExists for the first choice's only.
@@ -294,6 +329,4 @@ class Admission:
         ]
 
     def _unavailable(self, error: BusError) -> ApiError:
-        return overloaded(
-            503, "queue_unavailable", f"The request could not be stored: {error}", self._settings.retry_after_s
-        )
+        return self._limits.unavailable(f"The request could not be stored: {error}")

@@ -81,10 +81,10 @@ class Generation(Response):
         """Admit and answer. Returns the failure that a stream ended with; raises ApiError while it can be an answer."""
         gateway, settings = self._gateway, self._gateway.settings
         tenant = gateway.keyring.tenant(request.headers.get("authorization"))
-        terms = parse_terms(request.headers, settings)
         held.enter_context(gateway.limits.slots())
         body = await read_body(request, settings.max_body_bytes, settings.body_timeout_s)
         call = parse_call(parse_json(body), self._api)
+        terms = parse_terms(request.headers, call, settings)
         observation.called(call)
         ticket = await gateway.admission.accept(
             call, tenant, terms, trace_headers=observation.trace_headers(), held=held
@@ -93,7 +93,7 @@ class Generation(Response):
         observation.accepted(ticket, user=call.user)
         await held.enter_async_context(gateway.attachments.attach(accepted))
         logs = followed_logs(ticket)
-        follower = make_follower(gateway, logs, ticket.choices, ticket.deadlines, request.receive)
+        follower = make_follower(gateway, logs, ticket.choices, request.receive)
         async with follower:
             try:
                 if call.stream:
@@ -169,8 +169,7 @@ class Continuation(Response):
                 held.enter_context(gateway.limits.slots(len(choices)))
                 await held.enter_async_context(gateway.attachments.attach(accepted))
                 logs = await self._follow_the_rest(held)
-                deadlines = Deadlines(accepted.deadline_unix_s)
-                follower = make_follower(gateway, logs, choices, deadlines, receive)
+                follower = make_follower(gateway, logs, choices, receive)
                 connection = SseConnection(send, gateway.settings.send_timeout_s)
                 async with follower:
                     await stream(connection, follower, events, accepted, None, self._history)
@@ -189,7 +188,8 @@ class Continuation(Response):
             if state.ended is None:
                 reader = self._gateway.bus.follow(accepted.tenant, accepted.request_id, state.last_seq)
                 entries = aiter(await held.enter_async_context(reader))
-                logs[choice] = FollowedLog(entries, bool(state.claims), bool(state.output_ids))
+                deadlines = Deadlines.of(accepted, state.claims[0] if state.claims else None)
+                logs[choice] = FollowedLog(entries, deadlines, bool(state.output_ids))
         return logs
 
 
@@ -236,7 +236,7 @@ def followed_logs(ticket: Ticket) -> dict[int, FollowedLog]:
     for choice, part in enumerate(ticket.parts):
         if part.reader is None:
             raise internal()
-        logs[choice] = FollowedLog(aiter(part.reader), claimed=part.claimed)
+        logs[choice] = FollowedLog(aiter(part.reader), part.deadlines)
     return logs
 
 
@@ -244,7 +244,6 @@ def make_follower(
     gateway: Gateway,
     logs: Mapping[int, FollowedLog],
     choices: Sequence[Accepted],
-    deadlines: Deadlines,
     receive: Receive,
 ) -> Follower:
     def on_overdue(choice: int, overdue: Overdue, has_output: bool) -> None:
@@ -252,7 +251,6 @@ def make_follower(
 
     return Follower(
         logs,
-        deadlines,
         on_overdue=on_overdue,
         client_gone=partial(disconnected, receive),
         stopping=gateway.stopping,

@@ -1,4 +1,4 @@
-"""Who follows a request with an idempotency key, at any gateway: it outlives its last client by a grace period only."""
+"""Who follows a request whose client may come back, at any gateway: it outlives the last one by a grace period only."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
+import msgspec
 import nats.errors
 import structlog
 from nats.aio.msg import Msg
 
 from services.gateway.endings import Endings
-from shared.bus import Bus
-from shared.protocol.records import Accepted
+from shared.bus import Bus, BusError, RequestUnknown
+from shared.protocol.records import Accepted, Ended
 from shared.protocol.subjects import attached_subject
 
 MAX_GRACES: Final = 4096
@@ -37,7 +38,7 @@ class Attachments:
     @asynccontextmanager
     async def attach(self, accepted: Accepted) -> AsyncIterator[None]:
         """For the time that a client follows the request. Nothing to do for one that ends with its client."""
-        if not accepted.body_digest:
+        if not accepted.background:
             yield
             return
 
@@ -68,15 +69,10 @@ class Attachments:
 
         At once, or after the grace period when the client said that it might come back.
         """
-        if not choices[0].body_digest:
+        if not choices[0].background:
             self._endings.request_all(choices, "cancelled")
             return
-        due_s = asyncio.get_running_loop().time() + self._grace_s
-        try:
-            self._left.put_nowait((due_s, choices))
-        except asyncio.QueueFull:
-            log.warning("grace_not_kept", request_id=choices[0].request_id)
-            self._endings.request_all(choices, "cancelled")
+        self._begin_grace(choices)
 
     async def run(self) -> None:
         """Until cancelled. The period is the same for all, so the queue is in order of time."""
@@ -86,3 +82,26 @@ class Attachments:
             await asyncio.sleep(max(0.0, due_s - loop.time()))
             if not await self.anyone(choices[0]):
                 self._endings.request_all(choices, "cancelled")
+            elif await self._goes_on(choices):
+                self._begin_grace(choices)  # whoever came back with GET may leave as well, and tells nobody
+
+    def _begin_grace(self, choices: Sequence[Accepted]) -> None:
+        due_s = asyncio.get_running_loop().time() + self._grace_s
+        try:
+            self._left.put_nowait((due_s, choices))
+        except asyncio.QueueFull:
+            log.warning("grace_not_kept", request_id=choices[0].request_id)
+            self._endings.request_all(choices, "cancelled")
+
+    async def _goes_on(self, choices: Sequence[Accepted]) -> bool:
+        """Whether any of a request's logs is unfinished. Doubt counts as yes."""
+        for accepted in choices:
+            try:
+                last = await self._bus.open_log(accepted.tenant, accepted.request_id).last()
+            except RequestUnknown:
+                continue
+            except (BusError, msgspec.DecodeError):
+                return True
+            if not isinstance(last.record, Ended):
+                return True
+        return False

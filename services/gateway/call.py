@@ -29,7 +29,8 @@ class GenerationCall:
     """`n` answers to each of the prompts; choice `c` continues prompt `c // n`, as in OpenAI's API.
 
     `logprobs` is the number of alternatives for each token, None for no log probabilities at all. `digest` covers all
-    that decides the output, so that a retry under an idempotency key can be told from a mix-up.
+    that decides the output, so that a retry under an idempotency key can be told from a mix-up. The time-outs are None
+    where the body has none. `background`: the client may go away and come back.
     """
 
     api: Api
@@ -57,6 +58,9 @@ class GenerationCall:
     include_usage: bool
     user: str
     digest: str
+    queue_timeout_s: float | None = None
+    timeout_s: float | None = None
+    background: bool = False
 
     @property
     def choices(self) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from services.gateway.errors import SERVER
-from shared.protocol.records import ErrorInfo
+from shared.protocol.deadlines import compute_deadline
+from shared.protocol.records import Accepted, Claimed, ErrorInfo
 from shared.protocol.status import InstanceStatus
 from shared.protocol.subjects import Stage
 
@@ -16,20 +17,49 @@ Overdue = Literal["queue", "total"]
 
 @dataclass
 class Deadlines:
-    """Two moments in Unix seconds. `queue_unix_s` is None once a worker took the request, or where it is not known."""
+    """Moments in Unix seconds by which one choice must have been taken by a worker, and must have ended.
 
-    total_unix_s: float
+    Its compute time counts from its first claim. `queue_unix_s` is None where it is not known, or was acted upon.
+    """
+
+    latest_unix_s: float
     queue_unix_s: float | None = None
+    compute_timeout_s: float = 0.0
+    first_claim_unix_s: float | None = None
+
+    @classmethod
+    def of(cls, accepted: Accepted, first_claim: Claimed | None) -> Self:
+        return cls(
+            accepted.deadline_unix_s,
+            accepted.queue_deadline_unix_s or None,
+            accepted.compute_timeout_s,
+            first_claim.at_unix_s if first_claim is not None else None,
+        )
+
+    def claimed(self, claim: Claimed) -> bool:
+        """Take note of a claim. Whether it was the first: later ones change nothing."""
+        if self.first_claim_unix_s is not None:
+            return False
+        self.first_claim_unix_s = claim.at_unix_s
+        return True
+
+    @property
+    def end_unix_s(self) -> float:
+        return compute_deadline(self.latest_unix_s, self.compute_timeout_s, self.first_claim_unix_s)
 
     def overdue(self, now_unix_s: float) -> Overdue | None:
-        if now_unix_s >= self.total_unix_s:
+        if now_unix_s >= self.end_unix_s:
             return "total"
-        if self.queue_unix_s is not None and now_unix_s >= self.queue_unix_s:
+        if self._waits and now_unix_s >= (self.queue_unix_s or 0):
             return "queue"
         return None
 
     def next_unix_s(self) -> float:
-        return min(self.total_unix_s, self.queue_unix_s or self.total_unix_s)
+        return min(self.end_unix_s, self.queue_unix_s or self.end_unix_s) if self._waits else self.end_unix_s
+
+    @property
+    def _waits(self) -> bool:
+        return self.first_claim_unix_s is None and self.queue_unix_s is not None
 
 
 def overdue_error(overdue: Overdue, stage: Stage, workers: Sequence[InstanceStatus], waited_s: float) -> ErrorInfo:

@@ -9,6 +9,7 @@ from services.gateway.call import GenerationCall
 from shared.protocol.jobs import GenerationRequest, SamplingParams
 from shared.protocol.records import Accepted, choice_request_id
 from shared.protocol.seeds import derived_seed
+from shared.protocol.subjects import PRIORITIES, Priority
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Draft:
     gateway: str
     created_unix_s: float
     queue_deadline_unix_s: float
+    compute_timeout_s: float
     deadline_unix_s: float
     request_id: str = ""
     digest: str = ""
@@ -34,14 +36,15 @@ class Draft:
         return replace(self, request_id=request_id, digest=digest)
 
     def as_begun(self, accepted: Accepted) -> Draft:
-        """The run that an earlier request with the same body began: with its seed, at its time."""
-        queue_timeout_s = self.queue_deadline_unix_s - self.created_unix_s
+        """The run that an earlier request with the same body began: with its seed, its time and its time-outs."""
         return replace(
             self,
+            call=replace(self.call, priority=priority_of(accepted)),  # it is part of the work's subject
             seed=accepted.seed,
             gateway=accepted.gateway,
             created_unix_s=accepted.created_unix_s,
-            queue_deadline_unix_s=accepted.created_unix_s + queue_timeout_s,
+            queue_deadline_unix_s=accepted.queue_deadline_unix_s or accepted.deadline_unix_s,
+            compute_timeout_s=accepted.compute_timeout_s,
             deadline_unix_s=accepted.deadline_unix_s,
         )
 
@@ -71,6 +74,9 @@ class Draft:
             choice=choice,
             prompt=choice // self.call.n,
             logprobs=self.call.logprobs,
+            queue_deadline_unix_s=self.queue_deadline_unix_s,
+            compute_timeout_s=self.compute_timeout_s,
+            background=self.call.background or bool(self.digest),
         )
 
     def work(self, choice: int, log_seq: int) -> GenerationRequest:
@@ -104,9 +110,15 @@ class Draft:
             queue_deadline_unix_s=self.queue_deadline_unix_s,
             deadline_unix_s=self.deadline_unix_s,
             log_seq=log_seq,
+            compute_timeout_s=self.compute_timeout_s,
             salt=self.tenant,
             speculation=call.speculation,
         )
 
     def _prompt(self, choice: int) -> Sequence[int]:
         return self.prompts[choice // self.call.n]
+
+
+def priority_of(accepted: Accepted) -> Priority:
+    """Under which its work is queued."""
+    return next((priority for priority in PRIORITIES if priority == accepted.priority), "normal")

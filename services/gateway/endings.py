@@ -12,26 +12,36 @@ import nats.errors
 import structlog
 from nats.js.errors import APIError
 
+from services.gateway.drafts import priority_of
 from shared.bus import Bus, BusError, RequestUnknown
 from shared.protocol.records import Accepted, Ended, ErrorInfo, FinishReason, Usage
 from shared.protocol.streams import JOBS, REQUESTS
-from shared.protocol.subjects import PRIORITIES, Priority, job_subject, request_subject
+from shared.protocol.subjects import job_subject, request_subject
 
 MAX_PENDING: Final = 4096
 WORKERS: Final = 4
 PATIENCE_S: Final = 60.0
 RETRY_S: Final = 0.25
+SETTLE_S: Final = 2.0
+"""How long a refusal waits for the ends of what was begun for it, so that a quick retry finds no half of it."""
+
+LATE_S: Final = 3.0
+"""How long after NATS is back a record may still arrive that was sent before it went."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True)
 class Ending:
-    """A terminal record to append, unless the log has one by then."""
+    """A terminal record to append, unless the log has one by then.
+
+    `may_come`: it is not known whether the log was begun; its first record may still be on its way.
+    """
 
     accepted: Accepted
     reason: FinishReason
     error: ErrorInfo | None = None
+    may_come: bool = False
 
 
 class Endings:
@@ -53,6 +63,19 @@ class Endings:
         """Have several choices of a request ended soon, for one reason."""
         for accepted in choices:
             self.request(Ending(accepted, reason, error))
+
+    async def settle(self, endings: Iterable[Ending]) -> None:
+        """Have requests ended now if that takes no longer than `SETTLE_S`, else soon."""
+        waiting = list(endings)
+        try:
+            async with asyncio.timeout(SETTLE_S):
+                while waiting:
+                    await self.end(waiting[0])
+                    waiting.pop(0)
+        except (RequestUnknown, BusError, nats.errors.Error, TimeoutError, msgspec.DecodeError, ValueError) as error:
+            log.warning("endings_put_off", count=len(waiting), error=str(error))
+        for ending in waiting:
+            self.request(ending)
 
     async def end(self, ending: Ending) -> bool:
         """Append the terminal record now and take the work out of the queues. False when the log had ended already.
@@ -102,12 +125,16 @@ class Endings:
                 log.error("request_not_ended", request_id=ending.accepted.request_id, reason=ending.reason)
 
     async def _insist(self, ending: Ending) -> None:
+        give_up_s = LATE_S if ending.may_come else 0.0
         while True:
             try:
                 await self.end(ending)
                 return
             except RequestUnknown:
-                return
+                if give_up_s <= 0:
+                    return
+                give_up_s -= RETRY_S
+                await asyncio.sleep(RETRY_S)
             except (msgspec.DecodeError, ValueError) as error:
                 log.error("log_unreadable", request_id=ending.accepted.request_id, error=str(error))
                 return
@@ -118,6 +145,6 @@ class Endings:
 
 def _work_subjects(accepted: Accepted) -> tuple[tuple[str, str], ...]:
     """The streams and subjects where the request's work may lie."""
-    priority: Priority = next((p for p in PRIORITIES if p == accepted.priority), "normal")
+    priority = priority_of(accepted)
     names = (accepted.model, priority, accepted.tenant, accepted.request_id)
-    return (REQUESTS.name, request_subject(*names)), (JOBS.name, job_subject(*names))
+    return (REQUESTS[priority].name, request_subject(*names)), (JOBS.name, job_subject(*names))

@@ -18,7 +18,7 @@ _STATUS_BY_CODE: Final = {
     "cancelled": CANCELLED_STATUS,
     "queue_timeout": 503,
     "deadline_exceeded": 503,
-    "queue_full": 429,
+    "queue_full": 503,
     "queue_unavailable": 503,
     "gateway_stopping": 503,
     "log_unreachable": 503,

@@ -6,6 +6,8 @@ All of them feed one mailbox, so that a token costs no task and no timer.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -25,6 +27,9 @@ MAILBOX: Final = 256
 ENDING_S: Final = 10.0
 """After the last deadline the terminal record must come within this time, or the log is out of reach."""
 
+LONG_S: Final = 3600.0
+"""The clock is looked at this often in any case."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -38,12 +43,19 @@ ChoiceEntry = tuple[int, LogEntry]
 
 @dataclass
 class FollowedLog:
-    """One choice's log as it is followed: what will be read, and what is known of what came before."""
+    """One choice's log as it is followed: what will be read, and what is known of what came before.
+
+    `lost_unix_s`: when it counts as out of reach, set once its last deadline has passed.
+    """
 
     entries: AsyncIterator[LogEntry]
-    claimed: bool = False
+    deadlines: Deadlines
     has_output: bool = False
     ended: Ended | None = None
+    lost_unix_s: float | None = None
+
+    def next_unix_s(self) -> float:
+        return self.lost_unix_s or self.deadlines.next_unix_s()
 
 
 class Follower:
@@ -64,7 +76,6 @@ class Follower:
     def __init__(
         self,
         logs: Mapping[int, FollowedLog],
-        deadlines: Deadlines,
         *,
         on_overdue: Callable[[int, Overdue, bool], None],
         client_gone: Callable[[], Awaitable[None]],
@@ -73,13 +84,14 @@ class Follower:
     ) -> None:
         self._logs = logs
         self._running = set(logs)
-        self._deadlines = deadlines
         self._on_overdue = on_overdue
         self._client_gone = client_gone
         self._stopping = stopping
         self._idle_s = idle_s
         self._mailbox: asyncio.Queue[ChoiceEntry | None] = asyncio.Queue(MAILBOX)
         self._failure: Exception | None = None
+        self._claimed = asyncio.Event()
+        """Set when a claim has moved a deadline."""
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
@@ -136,8 +148,9 @@ class Follower:
     async def _read(self, choice: int, followed: FollowedLog) -> None:
         async for entry in followed.entries:
             match entry.record:
-                case Claimed():
-                    followed.claimed = True
+                case Claimed() as claim:
+                    if followed.deadlines.claimed(claim):
+                        self._claimed.set()
                 case Tokens():
                     followed.has_output = True
                 case Ended() as ended:
@@ -160,19 +173,36 @@ class Follower:
         )
 
     async def _watch_clock(self) -> None:
-        while (overdue := self._deadlines.overdue(time.time())) != "total":
-            if overdue == "queue":
-                for choice, followed in self._logs.items():
-                    if not followed.claimed and followed.ended is None:
-                        self._on_overdue(choice, "queue", followed.has_output)
-                self._deadlines.queue_unix_s = None
-            await asyncio.sleep(max(0.0, self._deadlines.next_unix_s() - time.time()))
-        for choice, followed in self._logs.items():
-            if followed.ended is None:
-                self._on_overdue(choice, "total", followed.has_output)
-        await asyncio.sleep(ENDING_S)
-        self._fail(
-            ApiError(
-                503, "The request's log is out of reach; ask for it by its id.", type=SERVER, code="log_unreachable"
-            )
-        )
+        """Have each choice ended that passes a deadline; its log must show that within `ENDING_S`."""
+        while True:
+            now = time.time()
+            running = {choice: followed for choice, followed in self._logs.items() if followed.ended is None}
+            for choice, followed in running.items():
+                self._check(choice, followed, now)
+            due_s = min((followed.next_unix_s() - now for followed in running.values()), default=LONG_S)
+            self._claimed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(max(due_s, 0.0), LONG_S)):
+                    await self._claimed.wait()
+
+    def _check(self, choice: int, followed: FollowedLog, now: float) -> None:
+        if followed.lost_unix_s is not None:
+            if now >= followed.lost_unix_s:
+                followed.lost_unix_s = math.inf
+                self._fail(
+                    ApiError(
+                        503,
+                        "The request's log is out of reach; ask for it by its id.",
+                        type=SERVER,
+                        code="log_unreachable",
+                    )
+                )
+            return
+        overdue = followed.deadlines.overdue(now)
+        if overdue is None:
+            return
+        self._on_overdue(choice, overdue, followed.has_output)
+        if overdue == "queue":
+            followed.deadlines.queue_unix_s = None
+        else:
+            followed.lost_unix_s = now + ENDING_S

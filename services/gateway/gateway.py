@@ -9,6 +9,7 @@ import time
 from services.gateway.admission import Admission
 from services.gateway.attachment import Attachments
 from services.gateway.auth import Keyring
+from services.gateway.dead_letters import DeadLetters
 from services.gateway.deadlines import Overdue, overdue_error
 from services.gateway.endings import Ending, Endings
 from services.gateway.limits import Limits
@@ -58,9 +59,14 @@ class Gateway:
         self.readiness = Readiness(bus, model.name, self.draining)
         self.endings = Endings(bus, self.worker)
         self.attachments = Attachments(bus, self.endings, settings.disconnect_grace_s)
-        self.admission = Admission(bus, self.prompter, self.limits, self.endings, model.name, self.worker, settings)
+        self.admission = Admission(
+            bus, self.prompter, self.limits, self.endings, self.attachments, model.name, self.worker, settings
+        )
         self._started_unix_s = time.time()
-        self._submissions = Submissions(bus, self.admission, self.keyring, metrics, model.name, settings, self.draining)
+        self._submissions = Submissions(
+            bus, self.admission, self.limits, self.keyring, metrics, model.name, settings, self.draining
+        )
+        self._dead_letters = DeadLetters(bus, self.admission, self.limits, model.name, settings, self.draining)
         self._sweep = Sweep(bus, self.endings, self.end_overdue, settings.sweep_interval_s)
 
     async def run(self) -> None:
@@ -74,6 +80,7 @@ class Gateway:
                     ("endings", self.endings.run()),
                     ("attachments", self.attachments.run()),
                     ("submissions", self._submissions.run()),
+                    ("dead-letters", self._dead_letters.run()),
                     ("sweep", self._sweep.run()),
                     ("loop-lag", LoopLagMonitor(self.metrics.process.event_loop_lag).run()),
                 ):
@@ -90,6 +97,7 @@ class Gateway:
 
     def status(self) -> InstanceStatus:
         self.metrics.process.num_running.set(self.limits.active)
+        rates = self.limits.backlog.rates_per_s
         return InstanceStatus(
             stage="gateway",
             instance=self.settings.instance,
@@ -104,5 +112,9 @@ class Gateway:
             slots=self.settings.max_concurrent,
             url=self.url,
             metrics_url=f"{self.url}/metrics",
-            details={"queue_waiting": float(self.limits.waiting), "sweep_watched": float(self._sweep.watched)},
+            details={
+                "queue_waiting": float(self.limits.backlog.waiting),
+                **{f"{stage}_per_s": round(per_s, 3) for stage, per_s in rates.items() if per_s is not None},
+                "sweep_watched": float(self._sweep.watched),
+            },
         )

@@ -1,4 +1,4 @@
-"""How much this gateway takes on: generations at once, the queue's length, room in the log."""
+"""How much this gateway takes on: generations at once, answers of a request, places in the queue, room in the log."""
 
 from __future__ import annotations
 
@@ -12,12 +12,18 @@ import nats.errors
 import structlog
 from nats.js.errors import APIError
 
-from services.gateway.errors import invalid, overloaded
+from services.gateway.backlog import Backlog
+from services.gateway.errors import ApiError, invalid, overloaded
+from services.gateway.quota import Quota
 from services.gateway.settings import GatewaySettings
 from shared.bus import Bus, BusError
 from shared.protocol.streams import LOG
+from shared.protocol.subjects import Priority
 
 SAMPLE_S: Final = 0.5
+BUSY_SAMPLE_S: Final = 0.25
+"""While work is waiting: a new load must not have been let in for long before its rate is known."""
+
 LOG_FULL: Final = 0.95
 """Part of the log stream's size beyond which it would soon drop its oldest records."""
 
@@ -25,15 +31,14 @@ log = structlog.get_logger(__name__)
 
 
 class Limits:
-    """Counts the running generations, and samples queue and log twice a second, so that admission need not ask."""
+    """Counts the running generations, and samples queues and log all the time, so that admission need not ask."""
 
     def __init__(self, bus: Bus, model: str, settings: GatewaySettings) -> None:
         self._bus = bus
-        self._model = model
         self._settings = settings
         self.active = 0
-        self.waiting = 0
-        """Requests of the model that no worker has pulled, at the last sample."""
+        self.backlog = Backlog(bus, model, settings)
+        self.quota = Quota(bus, settings.max_tenant_unfinished, settings.retry_after_s)
         self._log_full = False
 
     @contextmanager
@@ -45,7 +50,7 @@ class Limits:
                 "gateway_overloaded",
                 f"This gateway carries {self.active} generations and has no room for {count} more; try again or use "
                 "another.",
-                self._settings.retry_after_s,
+                self.backlog.retry_after_s(),
             )
         self.active += count
         try:
@@ -65,25 +70,35 @@ class Limits:
                 "invalid_value",
             )
 
-    def check_queue(self, choices: int) -> None:
-        """Raises ApiError 429 when enough work waits, 503 when the log has no room or NATS is away."""
-        retry_after_s = self._settings.retry_after_s
+    def check(self, priority: Priority, choices: int, queue_timeout_s: float) -> None:
+        """Raises ApiError 503 when the choices would wait too long, the log has no room, or NATS is away."""
         if not self._bus.connected:
-            raise overloaded(503, "queue_unavailable", "The gateway has lost NATS and is reconnecting.", retry_after_s)
-        if self.waiting + choices > self._settings.max_waiting:
-            raise overloaded(429, "queue_full", f"{self.waiting} requests wait already; try again.", retry_after_s)
+            raise self.unavailable("The gateway has lost NATS and is reconnecting.")
         if self._log_full:
-            raise overloaded(503, "log_full", "The log of running requests is full; try again later.", retry_after_s)
+            text = "The log of running requests is full; try again later."
+            raise overloaded(503, "log_full", text, self.backlog.retry_after_s(priority))
+        self.backlog.check(priority, choices, queue_timeout_s)
+
+    @contextmanager
+    def place(self, priority: Priority, choices: int, queue_timeout_s: float) -> Iterator[None]:
+        """Hold a place in the queue for each choice while they are being stored. Raises as `check` does."""
+        self.check(priority, choices, queue_timeout_s)
+        with self.backlog.place(priority, choices):
+            yield
+
+    def unavailable(self, message: str) -> ApiError:
+        """NATS is away, and nobody knows for how long."""
+        return overloaded(503, "queue_unavailable", message, self._settings.retry_after_s)
 
     async def run(self) -> None:
         """Sample until cancelled. While NATS is away the last sample stands."""
         while True:
             try:
-                self.waiting = await self._bus.queue_depth("prefill", self._model)
+                await self.backlog.sample()
                 self._log_full = await self._is_log_full()
             except (BusError, nats.errors.Error, APIError, TimeoutError) as error:
                 log.debug("load_not_sampled", error=str(error))
-            await asyncio.sleep(SAMPLE_S)
+            await asyncio.sleep(BUSY_SAMPLE_S if self.backlog.waiting else SAMPLE_S)
 
     async def _is_log_full(self) -> bool:
         """Whether what the log would drop next is young enough to belong to a request that still runs."""
@@ -92,4 +107,5 @@ class Limits:
             return False
         oldest = await self._bus.js.get_msg(LOG.name, seq=info.state.first_seq, direct=True)
         stored = datetime.fromisoformat((oldest.headers or {})["Nats-Time-Stamp"][:19]).replace(tzinfo=UTC)
-        return (datetime.now(UTC) - stored).total_seconds() < self._settings.max_timeout_s
+        longest_s = 2 * self._settings.max_timeout_s  # in the queue, and from then on
+        return (datetime.now(UTC) - stored).total_seconds() < longest_s

@@ -53,6 +53,7 @@ async def serve(settings: GatewaySettings, listener: socket.socket) -> None:
     host = settings.reachable_host
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
     async with await Bus.connect(settings.nats_url, name="gateway", wait_s=settings.nats_wait_s) as bus:
+        await bus.limit_requests(settings.max_queued)
         gateway = Gateway(settings, bus, model, tokenizer, GatewayMetrics(settings.instance), url)
         server = GatewayServer(create_app(gateway), gateway)
         try:

@@ -132,6 +132,9 @@ class _Common(_Strict):
     user: str | None = Field(None, max_length=512)
     speculation: Literal["auto", "off"] | None = None
     priority: Priority | None = None
+    queue_timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    timeout_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    background: bool | None = None
 
 
 class ChatBody(_Common):
@@ -219,6 +222,9 @@ def parse_call(fields: dict[str, Any], api: Api) -> GenerationCall:
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         user=body.user or "",
         digest=_digest(body),
+        queue_timeout_s=body.queue_timeout_s,
+        timeout_s=body.timeout_s,
+        background=bool(body.background),
     )
 
 
@@ -249,7 +255,10 @@ def _max_tokens(body: ChatBody | CompletionBody) -> int | None:
 
 
 def _digest(body: BaseModel) -> str:
-    without = {"stream", "stream_options", "user", "priority", "speculation", "best_of"}
+    without = {
+        "stream", "stream_options", "user", "priority", "speculation", "best_of",
+        "queue_timeout_s", "timeout_s", "background",
+    }  # fmt: skip
     fields = {
         name: value
         for name, value in body.model_dump(exclude=without, exclude_none=True).items()

@@ -13,11 +13,16 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from services.gateway.gateway import Gateway
+from services.gateway.port_sharing import may_share, prefer_newest, share
 
 LET_GO_S: Final = 5.0
 """How long clients that were told to go elsewhere may take to do so."""
 
-CONNECTIONS_PER_GENERATION: Final = 4
+CONNECTIONS_PER_GENERATION: Final = 16
+"""Far more than have a slot: a client that is refused is to be told so by us, with the time to come again."""
+
+KEEP_ALIVE_S: Final = 75
+"""Longer than clients keep idle connections (httpx: 5 s), so that none is closed in the moment of its next request."""
 
 log = structlog.get_logger(__name__)
 
@@ -27,11 +32,16 @@ class PortTaken(Exception):
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet. Raises PortTaken."""
+    """A bound socket that does not listen yet. Raises PortTaken.
+
+    A gateway of the same stack may have the port too: while one restarts, another stands in for it.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if port and may_share(host, port):
+            share(listener)
         listener.bind((host, port))
     except OSError as error:
         listener.close()
@@ -58,6 +68,7 @@ class GatewayServer(uvicorn.Server):
                 access_log=False,
                 server_header=False,
                 ws="none",
+                timeout_keep_alive=KEEP_ALIVE_S,
                 limit_concurrency=CONNECTIONS_PER_GENERATION * settings.max_concurrent + 64,
                 timeout_graceful_shutdown=int(settings.drain_s + LET_GO_S) + 1,
             )
@@ -71,6 +82,11 @@ class GatewayServer(uvicorn.Server):
             return
         log.info("stopping", signal=signal.Signals(sig).name, running=self._gateway.limits.active)
         self.should_exit = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            prefer_newest(listener)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._gateway.draining.set()

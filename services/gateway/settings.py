@@ -8,6 +8,7 @@ import msgspec
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
+from shared.protocol.subjects import Priority
 from shared.settings import CommonSettings
 
 MAX_TENANT_CHARS = 64
@@ -26,8 +27,8 @@ class GatewaySettings(CommonSettings):
     )
     default_max_tokens: int = Field(512, ge=1, description="Output limit of a chat request that names none")
     queue_timeout_s: float = Field(60.0, gt=0, description="How long a request may wait for its first worker")
-    timeout_s: float = Field(600.0, gt=0, description="How long a request may take in all")
-    max_timeout_s: float = Field(3600.0, gt=0, description="Largest time-out that a request may ask for by header")
+    timeout_s: float = Field(600.0, gt=0, description="How long a request may take from its first worker on")
+    max_timeout_s: float = Field(3600.0, gt=0, le=3600, description="Largest of these that a request may ask for")
     max_body_bytes: int = Field(2 << 20, ge=1024, description="Largest request body")
     body_timeout_s: float = Field(30.0, gt=0, description="How long a client may take to send its body")
     max_concurrent: int = Field(256, ge=1, description="Generations that this gateway carries at once")
@@ -35,12 +36,27 @@ class GatewaySettings(CommonSettings):
     max_choices: int = Field(
         32, ge=1, le=256, description="Largest number of answers that one request may ask for: its prompts times its n"
     )
-    max_waiting: int = Field(
-        512, ge=1, description="Requests of the model in the queue beyond which new ones are refused"
+    max_queued_high: int = Field(1024, ge=1, description="Most requests of high priority in the queue, of all gateways")
+    max_queued_normal: int = Field(
+        1024, ge=1, description="The same of normal priority; the last gateway to start wins"
     )
-    retry_after_s: int = Field(2, ge=1, le=60, description="What refused clients are told to wait")
+    max_queued_low: int = Field(1024, ge=1, description="The same of low priority")
+    max_queue_wait_s: float = Field(
+        10.0,
+        gt=0,
+        description="Refuse requests that would wait longer than this, by the rate at which the queue drains",
+    )
+    standing_queue_wait_s: float = Field(
+        2.0, gt=0, description="The same once work has been waiting for longer than that: under a load that stays"
+    )
+    max_tenant_unfinished: int = Field(
+        0, ge=0, description="Most requests of one tenant that wait or are worked on; 0: no limit"
+    )
+    retry_after_s: int = Field(
+        2, ge=1, le=60, description="What refused clients are told to wait while no rate of the queue is known"
+    )
     disconnect_grace_s: float = Field(
-        30.0, ge=0, description="How long a request with an Idempotency-Key outlives its last client"
+        30.0, ge=0, description="How long a request that is keyed or in the background outlives its last client"
     )
     ping_interval_s: float = Field(15.0, gt=0, description="Comment on an idle stream, to keep proxies from closing it")
     send_timeout_s: float = Field(60.0, gt=0, description="A client that takes nothing for this long counts as gone")
@@ -53,6 +69,11 @@ class GatewaySettings(CommonSettings):
     def _check_keys(cls, keys: SecretStr) -> SecretStr:
         parse_api_keys(keys.get_secret_value())
         return keys
+
+    @property
+    def max_queued(self) -> dict[Priority, int]:
+        """For the request streams, by priority."""
+        return {"high": self.max_queued_high, "normal": self.max_queued_normal, "low": self.max_queued_low}
 
     @property
     def tenants_by_key(self) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Ends requests past their deadline whose own gateway is gone, and takes ended work out of the queues.
 
-Unfinished requests are found where they must be: as messages in the two work queues, which are bounded. The one gap, a
+Unfinished requests are found where they must be: as messages in the work queues, which are bounded. The one gap, a
 gateway that died between beginning a log and queueing the work, is closed by a look at the logs with a single record
-when a gateway has vanished and when one starts.
+when a gateway has vanished, when NATS was away, and when a gateway starts.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import nats.errors
 import structlog
 from nats.js.errors import APIError
 
+from services.gateway.choice_groups import ChoiceGroups
 from services.gateway.deadlines import Deadlines, Overdue
 from services.gateway.endings import Endings
-from shared.bus import Bus, BusError, RequestUnknown
-from shared.protocol.jobs import GenerationRequest, decode_job, decode_request
+from services.gateway.openings import read_opening
+from shared.bus import Bus, BusError, RequestKey, RequestUnknown, list_subjects, request_key
 from shared.protocol.records import Accepted
 from shared.protocol.streams import JOBS, LOG, REQUESTS
-from shared.protocol.subjects import decode_token
 
 MAX_WATCHED: Final = 16_384
 SETTLED_SWEEPS: Final = 2
@@ -33,27 +33,19 @@ SETTLED_SWEEPS: Final = 2
 
 log = structlog.get_logger(__name__)
 
-LIST_S: Final = 5.0
-
-Key = tuple[str, str]
-"""Tenant and request id."""
-
-
-class _Subjects(msgspec.Struct):
-    subjects: dict[str, int] = {}
-
-
-class _StreamPage(msgspec.Struct):
-    """The part of JetStream's answer that counts here."""
-
-    state: _Subjects
-    total: int = 0
-
 
 @dataclass
 class _Watched:
+    """One choice in the queues; `accepted` and `deadlines` are None until its log was read.
+
+    `read_again_unix_s`: when an unclaimed one may have been claimed for so long that its compute time could be over.
+    """
+
+    accepted: Accepted | None = None
     deadlines: Deadlines | None = None
+    read_again_unix_s: float = 0.0
     sweeps: int = 0
+    handed_over: bool = False
     orphan: bool = False
 
 
@@ -71,7 +63,8 @@ class Sweep:
         self._endings = endings
         self._on_overdue = on_overdue
         self._interval_s = interval_s
-        self._watched: dict[Key, _Watched] = {}
+        self._groups = ChoiceGroups(bus, endings)
+        self._watched: dict[RequestKey, _Watched] = {}
         self._gateways: set[str] | None = None
 
     @property
@@ -85,22 +78,32 @@ class Sweep:
                 await self.sweep()
             except (BusError, nats.errors.Error, APIError, TimeoutError) as error:
                 log.warning("sweep_failed", error=str(error))
+                self._gateways = None  # what was begun while NATS went away may never have been queued
             await asyncio.sleep(self._interval_s * random.uniform(0.8, 1.2))
 
     async def sweep(self) -> None:
         """One round. Raises what NATS raises."""
-        # In this order: work is put into the second queue before it is taken out of the first.
-        queued = {key: (REQUESTS.name, subject) for key, subject in (await self._subjects(REQUESTS.name)).items()}
-        queued |= {key: (JOBS.name, subject) for key, subject in (await self._subjects(JOBS.name)).items()}
+        queued = await self._queued()
         if self._gateway_vanished():
             await self._find_orphans(queued)
-        self._forget(queued)
+        self._watched = {key: watched for key, watched in self._watched.items() if key in queued or watched.orphan}
         now = time.time()
-        for key, place in queued.items():
-            await self._look_at(key, place)
+        for key, handed_over in queued.items():
+            await self._look_at(key, handed_over, now)
         for key, watched in list(self._watched.items()):
             if watched.deadlines is not None and (overdue := watched.deadlines.overdue(now)) is not None:
                 await self._end(key, watched, overdue)
+        known = {key: watched.accepted for key, watched in self._watched.items() if watched.accepted is not None}
+        await self._groups.check(queued, known)
+
+    async def _queued(self) -> dict[RequestKey, bool]:
+        """All work in the queues; whether prefill has handed it over to decode."""
+        queued: dict[RequestKey, bool] = {}
+        # In this order: work is put into the second queue before it is taken out of the first.
+        for spec in (*REQUESTS.values(), JOBS):
+            for subject in await list_subjects(self._bus.client, spec.name):
+                queued[request_key(subject)] = spec is JOBS
+        return queued
 
     def _gateway_vanished(self) -> bool:
         """True on the first round, and after a gateway was not heard of any more."""
@@ -109,23 +112,30 @@ class Sweep:
         self._gateways = present
         return vanished
 
-    def _forget(self, queued: Mapping[Key, tuple[str, str]]) -> None:
-        self._watched = {key: watched for key, watched in self._watched.items() if key in queued or watched.orphan}
-
-    async def _look_at(self, key: Key, place: tuple[str, str]) -> None:
+    async def _look_at(self, key: RequestKey, handed_over: bool, now: float) -> None:
         watched = self._watched.get(key)
         if watched is None:
             if len(self._watched) < MAX_WATCHED:
-                self._watched[key] = _Watched()
+                self._watched[key] = _Watched(handed_over=handed_over)
             return
         watched.sweeps += 1
-        if watched.deadlines is None and watched.sweeps >= SETTLED_SWEEPS:
-            request = await self._read_work(*place)
-            if request is not None:
-                queue_unix_s = request.queue_deadline_unix_s if place[0] == REQUESTS.name else None
-                watched.deadlines = Deadlines(request.deadline_unix_s, queue_unix_s)
+        if watched.sweeps < SETTLED_SWEEPS:
+            return
+        unclaimed = watched.deadlines is None or watched.deadlines.first_claim_unix_s is None
+        if unclaimed and (now >= watched.read_again_unix_s or handed_over != watched.handed_over):
+            watched.handed_over = handed_over
+            await self._read(key, watched, now)
 
-    async def _end(self, key: Key, watched: _Watched, overdue: Overdue) -> None:
+    async def _read(self, key: RequestKey, watched: _Watched, now: float) -> None:
+        accepted, claim = await read_opening(self._bus, key)
+        if accepted is None:
+            watched.read_again_unix_s = now + self._interval_s
+            return
+        watched.accepted = accepted
+        watched.deadlines = Deadlines.of(accepted, claim)
+        watched.read_again_unix_s = now + (accepted.compute_timeout_s or accepted.deadline_unix_s - now)
+
+    async def _end(self, key: RequestKey, watched: _Watched, overdue: Overdue) -> None:
         try:
             state = await self._bus.open_log(*key).state()
         except (RequestUnknown, msgspec.DecodeError, ValueError) as error:
@@ -135,63 +145,23 @@ class Sweep:
         if state.ended is not None and state.accepted is not None:
             await self._endings.withdraw(state.accepted)
         elif overdue == "queue" and state.claims and watched.deadlines is not None:
-            watched.deadlines.queue_unix_s = None
+            watched.deadlines.claimed(state.claims[0])
             return
         elif state.accepted is not None:
             self._on_overdue(state.accepted, overdue, bool(state.output_ids))
         # Whatever is still queued by the next round is looked at again.
         self._watched.pop(key, None)
 
-    async def _find_orphans(self, queued: Mapping[Key, tuple[str, str]]) -> None:
+    async def _find_orphans(self, queued: Mapping[RequestKey, bool]) -> None:
         """Logs that hold one record only and have no work queued."""
         found = 0
-        for key, count in (await self._log_sizes()).items():
+        for subject, count in (await list_subjects(self._bus.client, LOG.name)).items():
+            key = request_key(subject)
             if count != 1 or key in queued or key in self._watched or len(self._watched) >= MAX_WATCHED:
                 continue
-            accepted = await self._only_record(key)
+            accepted, _ = await read_opening(self._bus, key)
             if accepted is not None:
-                self._watched[key] = _Watched(Deadlines(accepted.deadline_unix_s), orphan=True)
+                self._watched[key] = _Watched(accepted, Deadlines.of(accepted, None), orphan=True)
                 found += 1
         if found:
             log.info("unqueued_requests_found", count=found)
-
-    async def _only_record(self, key: Key) -> Accepted | None:
-        try:
-            record = (await self._bus.open_log(*key).last()).record
-        except (RequestUnknown, msgspec.DecodeError):
-            return None
-        return record if isinstance(record, Accepted) else None
-
-    async def _log_sizes(self) -> dict[Key, int]:
-        return {_key(subject): count for subject, count in (await self._list(LOG.name)).items()}
-
-    async def _subjects(self, stream: str) -> dict[Key, str]:
-        return {_key(subject): subject for subject in await self._list(stream)}
-
-    async def _list(self, stream: str) -> dict[str, int]:
-        """All subjects of a stream and how many messages each holds. The server answers in pages, nats-py reads one."""
-        subjects: dict[str, int] = {}
-        while True:
-            query = msgspec.json.encode({"subjects_filter": ">", "offset": len(subjects)})
-            reply = await self._bus.client.request(f"$JS.API.STREAM.INFO.{stream}", query, timeout=LIST_S)
-            page = msgspec.json.decode(reply.data, type=_StreamPage)
-            subjects |= page.state.subjects
-            if not page.state.subjects or len(subjects) >= page.total:
-                return subjects
-
-    async def _read_work(self, stream: str, subject: str) -> GenerationRequest | None:
-        """The request that a queued message carries; None when it was taken out by now."""
-        try:
-            data = (await self._bus.js.get_msg(stream, subject=subject, direct=True)).data or b""
-            return decode_request(data) if stream == REQUESTS.name else decode_job(data).request
-        except APIError:
-            return None
-        except msgspec.DecodeError as error:
-            log.warning("work_unreadable", stream=stream, subject=subject, error=str(error))
-            return None
-
-
-def _key(subject: str) -> Key:
-    """The last two tokens of every request's subjects."""
-    tenant, request_id = subject.split(".")[-2:]
-    return decode_token(tenant), decode_token(request_id)

@@ -1,4 +1,4 @@
-"""What a caller asks for in headers, over HTTP and NATS alike: deadlines and the idempotency key."""
+"""What a caller asks for around a generation, over HTTP and NATS alike: time-outs and the idempotency key."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from services.gateway.call import GenerationCall
 from services.gateway.errors import invalid
 from services.gateway.settings import GatewaySettings
 from shared.protocol.records import Api
@@ -23,21 +24,25 @@ _PREFIX: Final[dict[Api, str]] = {"chat": "chatcmpl-", "completion": "cmpl-"}
 
 @dataclass(frozen=True)
 class Terms:
-    """`queue_timeout_s` is at most `timeout_s`, which is at most what the gateway allows."""
+    """`queue_timeout_s` bounds the wait for the first worker, `timeout_s` the time from then on."""
 
     queue_timeout_s: float
     timeout_s: float
     idempotency_key: str | None = None
 
 
-def parse_terms(headers: Mapping[str, str], settings: GatewaySettings) -> Terms:
-    """Header names in lower case. Raises ApiError 400 naming the header."""
-    timeout_s = min(_seconds(headers, TIMEOUT, settings.timeout_s), settings.max_timeout_s)
-    queue_timeout_s = min(_seconds(headers, QUEUE_TIMEOUT, settings.queue_timeout_s), timeout_s)
+def parse_terms(headers: Mapping[str, str], call: GenerationCall, settings: GatewaySettings) -> Terms:
+    """From headers, whose names are in lower case, and body fields. Raises ApiError 400 naming the header.
+
+    A header goes before the field of the same meaning, so that a proxy can set one. Larger values than the gateway
+    allows are cut to that.
+    """
+    queue_timeout_s = _seconds(headers, QUEUE_TIMEOUT, call.queue_timeout_s or settings.queue_timeout_s)
+    timeout_s = _seconds(headers, TIMEOUT, call.timeout_s or settings.timeout_s)
     key = headers.get(IDEMPOTENCY_KEY)
     if key is not None and not (0 < len(key) <= MAX_KEY_CHARS and key.isprintable()):
         raise invalid(f"'{IDEMPOTENCY_KEY}' must have 1 to {MAX_KEY_CHARS} printable characters.", IDEMPOTENCY_KEY)
-    return Terms(queue_timeout_s, timeout_s, key)
+    return Terms(min(queue_timeout_s, settings.max_timeout_s), min(timeout_s, settings.max_timeout_s), key)
 
 
 def new_request_id(api: Api) -> str:

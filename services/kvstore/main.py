@@ -8,6 +8,7 @@ from typing import Final
 
 import structlog
 
+from services.kvstore.lease_audit import LeaseAudit
 from services.kvstore.memory import available_bytes
 from services.kvstore.server import StoreServer
 from services.kvstore.settings import KVStoreSettings
@@ -60,12 +61,15 @@ async def serve(settings: KVStoreSettings, stop: asyncio.Event) -> None:
         stack.callback(metrics_server.close)
         bus = await stack.enter_async_context(await Bus.connect(settings.nats_url, name=settings.instance))
         report = StatusReport(settings, worker, place, store, server, transport, index, metrics_server.url)
+        audit = LeaseAudit(store, bus, metrics, rest_s=settings.store_lease_rest_s)
+        await bus.on_cancel(audit.on_cancel)
         report.state = "ready"
         bus.announce(report)
         log.info("store_ready", host=settings.host, port=listener.port, transport=transport.kind)
         async with asyncio.TaskGroup() as tasks:
             background = [
                 tasks.create_task(upkeep.run()),
+                tasks.create_task(audit.run()),
                 tasks.create_task(update_gauges(store, metrics)),
                 tasks.create_task(LoopLagMonitor(metrics.process.event_loop_lag).run()),
                 tasks.create_task(bus.watch()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Final
@@ -17,6 +18,7 @@ from shared.protocol.kv import (
     KEY_BYTES,
     MAX_BLOCKS,
     MAX_LEASE_ID,
+    MAX_TENANT,
     AskStats,
     BlockMeta,
     Corrupt,
@@ -95,7 +97,7 @@ class StoreServer:
             case Find():
                 await self._reply(connection, Found(store.find(request.keys, now_s)))
             case Lease():
-                held = store.lease(request.lease_id, request.keys, request.lease_s, now_s)
+                held = store.lease(request.lease_id, request.keys, request.lease_s, now_s, request.tenant)
                 await self._reply(connection, Refusal("too many leases") if held is None else Held(held))
             case Renew():
                 await self._reply(connection, Held([store.renew(request.lease_id, request.lease_s, now_s)]))
@@ -170,7 +172,7 @@ class StoreServer:
         """Whether the block now has the protection that was asked for."""
         if not request.lease_id:
             return True
-        held = self._store.lease(request.lease_id, [meta.key], request.lease_s, now_s)
+        held = self._store.lease(request.lease_id, [meta.key], request.lease_s, now_s, request.tenant)
         return held is not None and held[0]
 
     async def _check_copies(self, keys: Sequence[bytes]) -> list[bool]:
@@ -245,10 +247,17 @@ def _fault(request: Request) -> str:
         return "a block has at least one byte"
     if isinstance(request, Put) and len(set(keys)) != len(keys):
         return "a put names each block once"
-    if isinstance(request, Put | Lease | Renew | Release):
-        shortest = 0 if isinstance(request, Put) else 1
-        if not shortest <= len(request.lease_id) <= MAX_LEASE_ID:
-            return f"a lease id has {shortest} to {MAX_LEASE_ID} characters"
+    return _lease_fault(request) if isinstance(request, Put | Lease | Renew | Release) else ""
+
+
+def _lease_fault(request: Put | Lease | Renew | Release) -> str:
+    shortest = 0 if isinstance(request, Put) else 1
+    if not shortest <= len(request.lease_id) <= MAX_LEASE_ID:
+        return f"a lease id has {shortest} to {MAX_LEASE_ID} characters"
+    if not isinstance(request, Release) and not math.isfinite(request.lease_s):
+        return "a lease lasts for a finite time"
+    if isinstance(request, Put | Lease) and len(request.tenant) > MAX_TENANT:
+        return f"a tenant has at most {MAX_TENANT} characters"
     return ""
 
 

@@ -18,5 +18,8 @@ class KVStoreSettings(CommonSettings):
     store_max_connections: int = Field(256, ge=1, description="Workers' connections at a time; more are refused")
     store_max_leases: int = Field(8192, ge=1, description="Leases (requests) at a time; more are refused")
     store_max_lease_s: float = Field(3600.0, gt=0, description="Longest time that one lease call can ask for")
+    store_lease_rest_s: float = Field(
+        5.0, gt=0, description="After so long without use of a lease the store looks whether its request has ended"
+    )
     store_prefault: bool = Field(True, description="Touch the memory in the background after the start")
     store_fault_injection: bool = Field(False, description="For tests: lets peers damage blocks")

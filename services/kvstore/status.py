@@ -46,6 +46,7 @@ class StatusReport:
         self.state: Literal["starting", "ready", "draining"] = "starting"
 
     def __call__(self) -> InstanceStatus:
+        self._store.expire(time.monotonic())
         stats = self._store.stats()
         return InstanceStatus(
             stage="kvstore",
@@ -73,6 +74,7 @@ async def update_gauges(store: BlockStore, metrics: KVStoreMetrics) -> None:
     """Until cancelled."""
     evictions = 0
     while True:
+        store.expire(time.monotonic())
         stats = store.stats()
         metrics.capacity_bytes.set(stats.capacity_bytes)
         metrics.used_bytes.set(stats.used_bytes)

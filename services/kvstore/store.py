@@ -42,6 +42,9 @@ class Ticket:
 @dataclass(slots=True)
 class _Lease:
     expires_s: float
+    tenant: str
+    rests_since_s: float
+    """When somebody last put, leased or renewed under it, or `resting_leases` last named it."""
     keys: dict[bytes, None] = field(default_factory=dict)
     """In the order of the sequence."""
 
@@ -70,7 +73,8 @@ class BlockStore:
         self._evictable: OrderedDict[bytes, Block] = OrderedDict()
         """The least recently used comes first."""
         self._evictable_of_slab: dict[int, int] = {}
-        self._leases: dict[str, _Lease] = {}
+        self._leases: OrderedDict[str, _Lease] = OrderedDict()
+        """The one that rests longest comes first."""
         self._expiries: list[tuple[float, str]] = []
         self._used_bytes = 0
         self.counts = Counts()
@@ -175,10 +179,13 @@ class BlockStore:
 
     # Leases
 
-    def lease(self, lease_id: str, keys: Sequence[bytes], lease_s: float, now_s: float) -> list[bool] | None:
+    def lease(
+        self, lease_id: str, keys: Sequence[bytes], lease_s: float, now_s: float, tenant: str = ""
+    ) -> list[bool] | None:
         """Spare the blocks that are here until `lease_s` from now, beside those that the lease holds already.
 
-        One entry per key: whether it is held; no lease comes to be for none. None when there are too many leases.
+        A lease that ends later stays as long as it is. One entry per key: whether it is held; no lease comes to be for
+        none. None when there are too many leases. `tenant` is whose request it is, where it has a log.
         """
         self.expire(now_s)
         lease = self._leases.get(lease_id)
@@ -187,8 +194,12 @@ class BlockStore:
                 return [False] * len(keys)
             if len(self._leases) >= self._max_leases:
                 return None
-            lease = self._leases[lease_id] = _Lease(0.0)
-        self._extend(lease_id, lease, lease_s, now_s)
+            lease = self._leases[lease_id] = _Lease(0.0, tenant, now_s)
+        lease.tenant = lease.tenant or tenant
+        expires_s = self._end_of(lease_s, now_s)
+        if expires_s > lease.expires_s:
+            self._set_end(lease_id, lease, expires_s)
+        self._note_use(lease_id, lease, now_s)
         held = []
         for key in keys:
             block = self._blocks.get(key)
@@ -200,18 +211,36 @@ class BlockStore:
         return held
 
     def renew(self, lease_id: str, lease_s: float, now_s: float) -> bool:
-        """False when there is no such lease (any more)."""
+        """Have the lease end `lease_s` from now, sooner or later than before. False when there is none (any more)."""
         self.expire(now_s)
         lease = self._leases.get(lease_id)
         if lease is None:
             return False
-        self._extend(lease_id, lease, lease_s, now_s)
+        self._set_end(lease_id, lease, self._end_of(lease_s, now_s))
+        self._note_use(lease_id, lease, now_s)
         return True
 
     def release(self, lease_id: str, now_s: float) -> bool:
         """The blocks stay until their room is needed. False when there is no such lease (any more)."""
         self.expire(now_s)
         return self._drop_lease(lease_id)
+
+    def tenant_of(self, lease_id: str) -> str:
+        """Whose request a lease belongs to; empty when there is no such lease, or it has no log."""
+        lease = self._leases.get(lease_id)
+        return lease.tenant if lease else ""
+
+    def resting_leases(self, rest_s: float, most: int, now_s: float) -> list[tuple[str, str]]:
+        """Leases (id, tenant) that nobody used for `rest_s`, longest first. They begin to rest anew when named here."""
+        resting = []
+        for _ in range(min(most, len(self._leases))):
+            lease_id, lease = next(iter(self._leases.items()))
+            if now_s - lease.rests_since_s < rest_s:
+                break
+            self._note_use(lease_id, lease, now_s)
+            if lease.tenant:
+                resting.append((lease_id, lease.tenant))
+        return resting
 
     def lease_left_s(self, lease_id: str, now_s: float) -> tuple[int, float]:
         """Blocks and seconds left of a lease; zeros when it is over."""
@@ -284,16 +313,20 @@ class BlockStore:
         self.counts.evictions += 1
         self.discard(block)
 
-    def _extend(self, lease_id: str, lease: _Lease, lease_s: float, now_s: float) -> None:
-        """A lease never becomes shorter, and ends at most `max_lease_s` from now."""
-        expires_s = now_s + min(max(lease_s, 0.0), self._max_lease_s)
-        if expires_s > lease.expires_s:
-            lease.expires_s = expires_s
-            heapq.heappush(self._expiries, (expires_s, lease_id))
-            self._note_lease_change(lease_id)
-            if len(self._expiries) > 4 * len(self._leases) + 64:
-                self._expiries = [(known.expires_s, name) for name, known in self._leases.items()]
-                heapq.heapify(self._expiries)
+    def _end_of(self, lease_s: float, now_s: float) -> float:
+        return now_s + min(max(lease_s, 0.0), self._max_lease_s)
+
+    def _set_end(self, lease_id: str, lease: _Lease, expires_s: float) -> None:
+        lease.expires_s = expires_s
+        heapq.heappush(self._expiries, (expires_s, lease_id))
+        self._note_lease_change(lease_id)
+        if len(self._expiries) > 4 * len(self._leases) + 64:
+            self._expiries = [(known.expires_s, name) for name, known in self._leases.items()]
+            heapq.heapify(self._expiries)
+
+    def _note_use(self, lease_id: str, lease: _Lease, now_s: float) -> None:
+        lease.rests_since_s = now_s
+        self._leases.move_to_end(lease_id)
 
     def _drop_lease(self, lease_id: str) -> bool:
         lease = self._leases.pop(lease_id, None)

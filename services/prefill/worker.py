@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from services.prefill.back_pressure import most_jobs_waiting
 from services.prefill.settings import PrefillSettings
 from shared.blocks import BlockKey, KVClient, block_keys
 from shared.bus import Bus, Delivery, DuplicateWork, LogState, MessageTooLarge, PublishFailed, QueueFull, WorkQueue
@@ -21,9 +24,19 @@ from shared.worker.block_push import BlockPush
 from shared.worker.cleanup import run_to_end
 from shared.worker.engine_host import EngineHost
 from shared.worker.holdings import Holding, Unservable
+from shared.worker.lease_releases import LeaseReleases
 from shared.worker.stage_worker import RETRY_S, StageWorker, Work
 
 DEPTH_CHECK_S = 0.5
+
+
+@dataclass(frozen=True)
+class _Prefilled:
+    """What decode needs to go on from a prompt: its blocks, the first token, and how much of it was cached."""
+
+    refs: list[BlockRef]
+    output_ids: list[int]
+    cached_tokens: int
 
 
 class PrefillWorker(StageWorker):
@@ -32,6 +45,7 @@ class PrefillWorker(StageWorker):
     def __init__(
         self, bus: Bus, host: EngineHost, kv: KVClient, settings: PrefillSettings, worker: str, metrics: PrefillMetrics
     ) -> None:
+        self._releases = LeaseReleases(kv)
         super().__init__(
             "prefill",
             bus,
@@ -41,7 +55,7 @@ class PrefillWorker(StageWorker):
             slots=settings.prefill_slots,
             stall_s=settings.stall_s,
             drain_s=settings.drain_s,
-            on_dropped=kv.release,
+            on_dropped=self._releases.add,
         )
         self._kv = kv
         self._settings = settings
@@ -56,22 +70,43 @@ class PrefillWorker(StageWorker):
         request = decode_request(delivery.data)
         return Work(request, LogState(last_seq=request.log_seq), self._prefill)
 
+    def _background(self) -> list[Coroutine[Any, Any, None]]:
+        return [self._releases.run()]
+
     async def _may_pull(self) -> bool:
-        """Not when so many jobs wait for decode that more would only age there. Looked up twice a second."""
-        now = time.monotonic()
-        if now - self._depth_read_s >= DEPTH_CHECK_S:
+        """Not when so many jobs wait for decode that more would only age there: a client whose first token has come
+        shall get the next ones.
+
+        Looked up twice a second. What was handed over since is taken to wait, and looked up before that stops anything.
+        """
+        now, model = time.monotonic(), self._host.model.name
+        most = most_jobs_waiting(self._settings.max_jobs_waiting, self._bus.statuses.live("decode", model))
+        if self._jobs_waiting >= most or now - self._depth_read_s >= DEPTH_CHECK_S:
             self._depth_read_s = now
-            self._jobs_waiting = await self._bus.queue_depth("decode", self._host.model.name)
-        return self._jobs_waiting < self._settings.max_jobs_waiting
+            self._jobs_waiting = await self._bus.queue_depth("decode", model)
+        return self._jobs_waiting < most
 
     async def _prefill(self, holding: Holding) -> None:
         request = holding.request
         keys = block_keys(self._host.layout.layout_id, request.salt, request.prompt_ids, self._settings.block_tokens)
         if holding.state.output_ids:  # an earlier holder wrote the first token and died before its hand-over
             stored = await self._kv.find([key.key for key in keys])
-            await self._kv.lease(request.request_id, [ref.key for ref in stored if ref], self._lease_s(request))
+            stored_keys = [ref.key for ref in stored if ref]
+            await self._kv.lease(request.request_id, stored_keys, _lease_s(holding), tenant=request.tenant)
             await self._hand_over(holding, keys, stored, holding.state.output_ids, cached_tokens=0)
             return
+        prefilled = await self._compute_prompt(holding, keys)
+        if prefilled is None:
+            await self._releases.add(request.request_id)
+        else:
+            await self._hand_over(holding, keys, prefilled.refs, prefilled.output_ids, prefilled.cached_tokens)
+
+    async def _compute_prompt(self, holding: Holding, keys: list[BlockKey]) -> _Prefilled | None:
+        """Compute and store the prompt's blocks and write the first token into the log. None when that ended it.
+
+        Afterwards, in whatever way it ends, the engine holds nothing of the request.
+        """
+        request = holding.request
         found = await self._find_prefix(request, keys)
         stored_tokens = len(found) * self._settings.block_tokens
         sequence = await self._host.open(
@@ -85,9 +120,18 @@ class PrefillWorker(StageWorker):
             pin=True,
         )
         own = sequence.num_cached
-        push = BlockPush(self._host, self._kv, sequence, request.request_id, self._lease_s(request), pinned=True)
+        push = BlockPush(
+            self._host,
+            self._kv,
+            sequence,
+            request.request_id,
+            _lease_s(holding),
+            tenant=request.tenant,
+            pinned=True,
+            timeout_s=self._settings.kv_timeout_s,
+        )
         try:
-            loaded = await self._load_cached(request, sequence, own, found, push) if found else 0
+            loaded = await self._load_cached(holding, sequence, own, found, push) if found else 0
             if own < stored_tokens:
                 await self._host.begin(sequence, own + loaded)
             push.offer(list(keys[push.block_count : (own + loaded) // self._settings.block_tokens]))
@@ -111,19 +155,16 @@ class PrefillWorker(StageWorker):
                         usage=Usage(len(request.prompt_ids), len(final.new_ids), cached_tokens=cached),
                     )
                 )
-                await push.finish()
-                await self._kv.release(request.request_id)
-                return
+                await push.linger(self._settings.kv_timeout_s)
+                return None
             push.offer(list(keys[push.block_count :]))
-            refs = await push.finish()
-            await self._hand_over(holding, keys, refs, list(final.new_ids), cached)
+            return _Prefilled(await push.finish(), list(final.new_ids), cached)
         finally:
-            await run_to_end(push.abandon, lambda: self._host.release(sequence))
-
-    def _lease_s(self, request: GenerationRequest) -> float:
-        """A lease that nobody releases ends soon; one that ended too early costs a recomputation at worst."""
-        left_s = request.deadline_unix_s - time.time()
-        return max(min(left_s, self._settings.hand_over_lease_s), 1.0)
+            self._host.pause(sequence)  # no chunk more, even if a transfer takes its time to end
+            try:
+                await run_to_end(push.abandon)
+            finally:
+                self._host.release(sequence)
 
     async def _find_prefix(self, request: GenerationRequest, keys: Sequence[BlockKey]) -> list[BlockRef]:
         """The longest run of stored blocks from the start of the prompt.
@@ -140,13 +181,15 @@ class PrefillWorker(StageWorker):
         return found
 
     async def _load_cached(
-        self, request: GenerationRequest, sequence: EngineSequence, own: int, found: list[BlockRef], push: BlockPush
+        self, holding: Holding, sequence: EngineSequence, own: int, found: list[BlockRef], push: BlockPush
     ) -> int:
         """Fetch stored blocks behind the first `own` tokens, which the worker has cached; the tokens that they hold.
 
         Stops at the first that failed. What no store holds any more is left to be pushed from this worker's copy.
         """
-        leased = await self._kv.lease(request.request_id, [ref.key for ref in found], self._lease_s(request))
+        found_keys = [ref.key for ref in found]
+        tenant = holding.request.tenant
+        leased = await self._kv.lease(holding.request_id, found_keys, _lease_s(holding), tenant=tenant)
         ours = min(own // self._settings.block_tokens, len(found))
         kept = leased.index(False) if False in leased[:ours] else ours
         usable = ours
@@ -190,7 +233,10 @@ class PrefillWorker(StageWorker):
         output_ids: list[int],
         cached_tokens: int,
     ) -> None:
-        """Publish the decode job; on return it is stored, and the request may be acked. Waits out a full queue."""
+        """Publish the decode job; on return it is stored, and the request may be acked.
+
+        Waits out a full queue as long as the request lives.
+        """
         blocks = [
             ref
             if ref is not None
@@ -209,6 +255,7 @@ class PrefillWorker(StageWorker):
         while True:
             try:
                 await self._bus.publish_job(job, inject_headers())
+                self._jobs_waiting += 1
                 return
             except DuplicateWork:
                 return
@@ -217,3 +264,11 @@ class PrefillWorker(StageWorker):
             except (QueueFull, PublishFailed) as error:
                 self._note("hand_over_waits", error)
                 await asyncio.sleep(RETRY_S)
+
+
+def _lease_s(holding: Holding) -> float:
+    """How long stores are to keep the prompt's blocks: a job may wait for decode until the request must have ended.
+
+    Decode's first renewal makes it shorter, and the stores themselves end the leases of requests that have ended.
+    """
+    return max(holding.deadline_unix_s - time.time(), 1.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeVar
 
@@ -25,7 +26,10 @@ from shared.transport import Buffer, Connection, ConnectionPool, Transport, Tran
 
 ASK_TIMEOUT_S: Final = 2.0
 """For exchanges without block bytes."""
-PUT_TIMEOUT_S: Final = 10.0
+PUT_PATIENCE_S: Final = 5.0
+SLOWEST_BYTES_PER_S: Final = 20e6
+"""A put may take PUT_PATIENCE_S and its size at this rate, as long as a store grants it. A store that takes longer is
+taken to hang, and a prompt that waits to be handed over goes on without it."""
 
 T = TypeVar("T")
 log = structlog.get_logger(__name__)
@@ -73,13 +77,17 @@ class KVClient:
         lease_s: float,
         blocks: Sequence[tuple[BlockKey, Buffer, int]],
         *,
-        timeout_s: float = PUT_TIMEOUT_S,
+        tenant: str = "",
+        timeout_s: float | None = None,
     ) -> list[BlockRef]:
         """Store blocks (key, buffer, checksum), leased under `lease_id` for `lease_s`; without a lease if it is empty.
 
+        The lease is named by a request; with its `tenant` the stores find its log, and end the lease when it has ended.
         One ref per block, in order; `places` is empty where no store took it. Raises UnusableBuffer only.
         """
         metas = [BlockMeta(key.key, key.n_tokens, n_bytes(buffer), check) for key, buffer, check in blocks]
+        if timeout_s is None:
+            timeout_s = PUT_PATIENCE_S + sum(meta.n_bytes for meta in metas) / SLOWEST_BYTES_PER_S
         give_up_s = time.monotonic() + timeout_s
 
         async def move(place: Place, items: list[int]) -> list[bool]:
@@ -87,7 +95,7 @@ class KVClient:
 
             async def operation(connection: Connection) -> list[Verdict]:
                 started_s = time.monotonic()
-                verdicts = await exchange.put_blocks(connection, wanted, buffers, lease_id, lease_s)
+                verdicts = await exchange.put_blocks(connection, wanted, buffers, lease_id, lease_s, tenant)
                 self._count(self._put_hop, connection, sum(meta.n_bytes for meta in wanted), started_s)
                 return verdicts
 
@@ -124,14 +132,16 @@ class KVClient:
                 arrived = await exchange.get_blocks(connection, wanted, buffers)
                 moved = sum(meta.n_bytes for meta, found in zip(wanted, arrived, strict=True) if found is not None)
                 self._count(self._get_hop, connection, moved, started_s)
+                if _damaged(wanted, arrived):
+                    connection.close()  # the bytes may have been those of another exchange: the two may be out of step
                 return arrived
 
             arrived = await self._exchange(place, give_up_s, self._get_hop, operation)
             if arrived is None:
                 return [False] * len(items)
-            damaged = [m.key for m, found in zip(wanted, arrived, strict=True) if found not in (None, m.checksum)]
+            damaged = _damaged(wanted, arrived)
             if damaged:
-                await self._report_damage(place, damaged, give_up_s)
+                await self._report_damage(place, [refs[items[i]] for i in damaged], give_up_s)
             return [found == meta.checksum for meta, found in zip(wanted, arrived, strict=True)]
 
         fitting = [i for i, ref in enumerate(refs) if _fits(ref, into[i])]
@@ -141,17 +151,17 @@ class KVClient:
             self._metrics.blocks_miss.inc(len(refs) - len(hits))
         return [i in hits for i in range(len(refs))]
 
-    async def lease(self, lease_id: str, keys: Sequence[bytes], ttl_s: float) -> list[bool]:
+    async def lease(self, lease_id: str, keys: Sequence[bytes], ttl_s: float, *, tenant: str = "") -> list[bool]:
         """Spare blocks from eviction, wherever they are. One entry per key: whether a store holds it for the lease."""
         held: list[bool] = []
         for start in range(0, len(keys), MAX_BLOCKS):
             batch = keys[start : start + MAX_BLOCKS]
-            answers = await self._ask_all(_leasing(lease_id, batch, ttl_s))
+            answers = await self._ask_all(_leasing(lease_id, batch, ttl_s, tenant))
             held += [any(answer[i] for _, answer in answers) for i in range(len(batch))]
         return held
 
     async def renew(self, lease_id: str, ttl_s: float) -> bool:
-        """Let the lease live until `ttl_s` from now. Whether any store still knows it."""
+        """Have the lease end `ttl_s` from now, sooner or later than before. Whether any store still knows it."""
         answers = await self._ask_all(lambda c: exchange.renew_lease(c, lease_id, ttl_s))
         return any(known for _, known in answers)
 
@@ -201,12 +211,18 @@ class KVClient:
             self._metrics.transfer_failures.labels(hop).inc()
         return None
 
-    async def _report_damage(self, place: Place, keys: list[bytes], give_up_s: float) -> None:
-        """The store checks its copies of blocks that arrived damaged, and drops those that are the cause."""
-        log.error("block_damaged", store=place.store, keys=[key.hex() for key in keys])
+    async def _report_damage(self, place: Place, refs: list[BlockRef], give_up_s: float) -> None:
+        """All stores that have blocks of which one copy arrived damaged check theirs, and drop the damaged ones."""
+        log.error("block_damaged", store=place.store, keys=[ref.key.hex() for ref in refs])
         if self._metrics is not None:
-            self._metrics.blocks_checksum_failed.inc(len(keys))
-        await self._exchange(place, give_up_s, "ask", lambda c: exchange.doubt_blocks(c, keys))
+            self._metrics.blocks_checksum_failed.inc(len(refs))
+        doubted: dict[Place, list[bytes]] = defaultdict(list)
+        for ref in refs:
+            for holder in self._up(ref.places):
+                doubted[holder].append(ref.key)
+        async with asyncio.TaskGroup() as tasks:
+            for holder, keys in doubted.items():
+                tasks.create_task(self._exchange(holder, give_up_s, "ask", _doubting(keys)))
 
     def _up(self, places: Sequence[Place]) -> list[Place]:
         return [place for place in places if not self._pool.is_down(place.host, place.port)]
@@ -216,12 +232,23 @@ class KVClient:
             self._metrics.observe_transfer(hop, connection.carrier, moved_bytes, time.monotonic() - started_s)
 
 
-def _leasing(lease_id: str, keys: Sequence[bytes], ttl_s: float) -> Callable[[Connection], Awaitable[list[bool]]]:
-    return lambda connection: exchange.lease_blocks(connection, lease_id, keys, ttl_s)
+def _leasing(
+    lease_id: str, keys: Sequence[bytes], ttl_s: float, tenant: str
+) -> Callable[[Connection], Awaitable[list[bool]]]:
+    return lambda connection: exchange.lease_blocks(connection, lease_id, keys, ttl_s, tenant)
 
 
 def _finding(keys: Sequence[bytes]) -> Callable[[Connection], Awaitable[list[BlockMeta | None]]]:
     return lambda connection: exchange.find_blocks(connection, keys)
+
+
+def _doubting(keys: Sequence[bytes]) -> Callable[[Connection], Awaitable[list[bool]]]:
+    return lambda connection: exchange.doubt_blocks(connection, keys)
+
+
+def _damaged(wanted: Sequence[BlockMeta], arrived: Sequence[int | None]) -> list[int]:
+    """Numbers of the blocks that came with other bytes than were asked for."""
+    return [i for i, found in enumerate(arrived) if found is not None and found != wanted[i].checksum]
 
 
 def _merge(answers: list[tuple[Place, BlockMeta | None]]) -> BlockRef | None:

@@ -82,10 +82,15 @@ async def get_blocks(connection: Connection, blocks: Sequence[BlockMeta], into: 
 
 
 async def put_blocks(
-    connection: Connection, blocks: Sequence[BlockMeta], buffers: Sequence[Buffer], lease_id: str, lease_s: float
+    connection: Connection,
+    blocks: Sequence[BlockMeta],
+    buffers: Sequence[Buffer],
+    lease_id: str,
+    lease_s: float,
+    tenant: str = "",
 ) -> list[Verdict]:
     """Send the blocks that the store does not have yet, in one go. The answer holds no `want`."""
-    plan = await _ask(connection, Put(list(blocks), lease_id, lease_s), Verdicts)
+    plan = await _ask(connection, Put(list(blocks), lease_id, lease_s, tenant), Verdicts)
     _check_length(connection, len(plan.blocks), len(blocks))
     wanted = [buffer for buffer, verdict in zip(buffers, plan.blocks, strict=True) if verdict == "want"]
     if not wanted:
@@ -96,8 +101,10 @@ async def put_blocks(
     return outcome.blocks
 
 
-async def lease_blocks(connection: Connection, lease_id: str, keys: Sequence[bytes], lease_s: float) -> list[bool]:
-    held = await _ask(connection, Lease(lease_id, list(keys), lease_s), Held)
+async def lease_blocks(
+    connection: Connection, lease_id: str, keys: Sequence[bytes], lease_s: float, tenant: str = ""
+) -> list[bool]:
+    held = await _ask(connection, Lease(lease_id, list(keys), lease_s, tenant), Held)
     _check_length(connection, len(held.held), len(keys))
     return held.held
 

@@ -16,11 +16,13 @@ from shared.bus.errors import (
 )
 from shared.bus.follow import LogReader
 from shared.bus.log import LogEntry, LogState, RequestLog
-from shared.bus.work import ACK_WAIT_S, RENEW_S, Delivery, WorkQueue
+from shared.bus.queues import QueueReading, QueueReadings, RequestKey, list_subjects, request_key
+from shared.bus.work import ACK_WAIT_S, RENEW_S, WEIGHTS, Delivery, WorkQueue
 
 __all__ = [
     "ACK_WAIT_S",
     "RENEW_S",
+    "WEIGHTS",
     "AppendRefused",
     "Bus",
     "BusError",
@@ -34,10 +36,15 @@ __all__ = [
     "MessageTooLarge",
     "PublishFailed",
     "QueueFull",
+    "QueueReading",
+    "QueueReadings",
+    "RequestKey",
     "RequestLog",
     "RequestUnknown",
     "ServerMissing",
     "ServerUnusable",
     "WorkQueue",
+    "list_subjects",
     "new_worker_id",
+    "request_key",
 ]

@@ -15,7 +15,11 @@ from nats.aio.msg import Msg
 from shared.protocol.status import STATUS_INTERVAL_S, STATUS_TTL_S, InstanceStatus, decode_status, encode_status
 from shared.protocol.subjects import STATUS_PING, Stage, status_subject
 
-MAX_INSTANCES = 4096
+MAX_RUNS = 4096
+"""Runs of instances remembered at most."""
+
+RECONNECT_CHECK_S = 0.1
+"""How often an announcer without a connection looks for one, so as to be heard while the others still wait for it."""
 
 DEAF_S = 1.5 * STATUS_INTERVAL_S
 """How long after a (re)connection a living instance may still be unheard of."""
@@ -24,37 +28,47 @@ log = structlog.get_logger(__name__)
 
 
 class StatusBoard:
-    """The last status of each instance, forgotten after `STATUS_TTL_S` of silence."""
+    """The last status of each run of an instance, forgotten after `STATUS_TTL_S` of silence."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[Stage, str], tuple[float, InstanceStatus]] = {}
+        """By stage and worker: a new run may come up while the one before still winds down."""
         self._deaf_until_s = 0.0
 
     def live(self, stage: Stage | None = None, model: str | None = None) -> list[InstanceStatus]:
-        """Statuses heard within the time to live, by instance name; of one stage and model where given."""
+        """Statuses heard within the time to live, by instance name; of one stage and model where given.
+
+        Of several runs of one instance the latest counts.
+        """
         oldest = time.monotonic() - STATUS_TTL_S
-        return sorted(
-            (
-                status
-                for heard, status in self._seen.values()
-                if heard >= oldest and stage in (None, status.stage) and model in (None, "", status.model)
-            ),
-            key=lambda status: (status.stage, status.instance),
-        )
+        latest: dict[tuple[Stage, str], InstanceStatus] = {}
+        for heard, status in self._seen.values():
+            key = (status.stage, status.instance)
+            if heard >= oldest and (key not in latest or latest[key].started_unix_s <= status.started_unix_s):
+                latest[key] = status
+        return [
+            status
+            for _, status in sorted(latest.items())
+            if stage in (None, status.stage) and model in (None, "", status.model)
+        ]
 
-    def holder_alive(self, worker: str, request_id: str, within_s: float) -> bool:
-        """Whether the named run of a worker said within `within_s` that it works on this request.
+    def holder_alive_s(self, worker: str, request_id: str, within_s: float) -> float:
+        """For how long from now the named run of a worker counts as working on this request: until what it said last
+        is `within_s` old. 0 when it counts as gone.
 
-        Right after (re)connecting nobody had the chance to say so, and every worker counts as alive.
+        Right after (re)connecting nobody had the chance to say anything, and every worker counts as alive, unless a
+        later run of its instance is there.
         """
         now = time.monotonic()
         instance = worker.rpartition(".")[0]
+        replaced = False
         for heard, status in self._seen.values():
-            if status.worker == worker and heard >= now - within_s:
-                return request_id in status.holds
-            if status.instance == instance and status.worker != worker:
-                return False  # a later run of the same instance
-        return now < self._deaf_until_s
+            if status.worker == worker:
+                if heard + within_s > now:
+                    return heard + within_s - now if request_id in status.holds else 0.0
+            elif status.instance == instance and heard >= self._deaf_until_s - DEAF_S:
+                replaced = True
+        return 0.0 if replaced else max(self._deaf_until_s - now, 0.0)
 
     def heard_nothing_yet(self) -> None:
         """The connection was made (again) just now."""
@@ -67,13 +81,13 @@ class StatusBoard:
             log.warning("status_unreadable", subject=message.subject, error=str(error))
             return
         now = time.monotonic()
-        if len(self._seen) >= MAX_INSTANCES:
+        if len(self._seen) >= MAX_RUNS:
             self._seen = {k: v for k, v in self._seen.items() if v[0] >= now - STATUS_TTL_S}
-        self._seen[(status.stage, status.instance)] = (now, status)
+        self._seen[(status.stage, status.worker)] = (now, status)
 
 
 class Announcer:
-    """Publishes this instance's status every second and when somebody asks."""
+    """Publishes this instance's status every second and when somebody asks, and as soon as it is connected again."""
 
     def __init__(self, client: Client, report: Callable[[], InstanceStatus]) -> None:
         self._client = client
@@ -89,9 +103,9 @@ class Announcer:
         subscription = await self._client.subscribe(STATUS_PING, cb=on_ping)
         try:
             while True:
-                await self.publish()
+                sent = await self.publish()
                 try:
-                    async with asyncio.timeout(STATUS_INTERVAL_S):
+                    async with asyncio.timeout(STATUS_INTERVAL_S if sent else RECONNECT_CHECK_S):
                         await self._asked.wait()
                 except TimeoutError:
                     pass
@@ -100,12 +114,13 @@ class Announcer:
             if not self._client.is_closed:
                 await subscription.unsubscribe()
 
-    async def publish(self) -> None:
-        """Now, whatever the time."""
+    async def publish(self) -> bool:
+        """Now, whatever the time. False when there is no connection."""
         if not self._client.is_connected:  # a status is worth nothing later, so it is not buffered
-            return
+            return False
         status = self._report()
         try:
             await self._client.publish(status_subject(status.stage, status.instance), encode_status(status))
         except nats.errors.Error as error:
             log.warning("status_not_sent", error=str(error))
+        return True

@@ -7,7 +7,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
@@ -36,7 +36,8 @@ from shared.bus.errors import (
 )
 from shared.bus.follow import LogReader
 from shared.bus.log import REQUEST_TIMEOUT_S, RequestLog
-from shared.bus.streams import ensure_streams
+from shared.bus.queues import QueueReadings, read_queue, unfinished_of
+from shared.bus.streams import ensure_streams, limit_requests
 from shared.bus.work import WorkQueue
 from shared.protocol.jobs import DecodeJob, GenerationRequest, encode_work
 from shared.protocol.records import Accepted, Ended
@@ -56,6 +57,7 @@ from shared.protocol.subjects import (
 
 MIN_SERVER = (2, 11)
 RECONNECT_WAIT_S = 0.1
+MAX_CRASHED_NAMED = 16
 PENDING_BYTES = 8 << 20
 
 # JetStream error codes (errors.json of the server): a limit of the stream or of the subject is reached.
@@ -240,7 +242,7 @@ class Bus:
     async def publish_request(self, request: GenerationRequest, headers: dict[str, str] | None = None) -> None:
         """Queue accepted work for prefill. Raises QueueFull, DuplicateWork, MessageTooLarge or PublishFailed."""
         subject = request_subject(request.model, request.priority, request.tenant, request.request_id)
-        await self._publish_work(REQUESTS, subject, encode_work(request), headers)
+        await self._publish_work(REQUESTS[request.priority], subject, encode_work(request), headers)
 
     async def publish_job(self, job: DecodeJob, headers: dict[str, str] | None = None) -> None:
         """Queue prefilled work for decode. Raises QueueFull, DuplicateWork, MessageTooLarge or PublishFailed."""
@@ -276,16 +278,32 @@ class Bus:
             raise QueueFull(f"{stream.name} is full: {failure.get('description')}")
         raise PublishFailed(f"{subject}: {failure.get('description')}")
 
-    async def bury(self, stage: Stage, request: GenerationRequest, cause: str) -> None:
-        """Keep work that was given up in the dead-letter stream, with its cause in the headers."""
-        await self.bury_raw(dead_subject(stage, request.tenant, request.request_id), encode_work(request), cause)
+    async def bury(self, stage: Stage, request: GenerationRequest, cause: str, crashed: Sequence[str] = ()) -> None:
+        """Keep work that was given up in the dead-letter stream, once, with its cause, its stage and the workers that
+        it crashed (the last few) in the headers. Raises PublishFailed without NATS.
+        """
+        headers = {
+            "Headrace-Cause": cause,
+            "Headrace-Stage": stage,
+            "Headrace-Claims": ",".join(crashed[-MAX_CRASHED_NAMED:]),
+            "Nats-Expected-Last-Subject-Sequence": "0",
+        }
+        await self._bury(dead_subject(stage, request.tenant, request.request_id), encode_work(request), headers)
 
     async def bury_raw(self, subject: str, data: bytes, cause: str) -> None:
         """The same for a message that could not be read."""
+        await self._bury(subject, data, {"Headrace-Cause": cause})
+
+    async def _bury(self, subject: str, data: bytes, headers: dict[str, str]) -> None:
         try:
-            await self.js.publish(subject, data, headers={"Headrace-Cause": cause})
-        except (nats.errors.Error, APIError, TimeoutError) as error:
-            log.error("dead_letter_lost", subject=subject, cause=cause, error=str(error))
+            await self.js.publish(subject, data, headers=headers)
+        except nats.errors.MaxPayloadError as error:  # the headers made it too large, as they would again
+            log.error("dead_letter_lost", subject=subject, error=str(error))
+        except APIError as error:
+            if error.err_code not in _WRONG_LAST_SEQUENCE:  # else it lies there already
+                raise PublishFailed(f"{subject}: {error.description}") from error
+        except (nats.errors.Error, TimeoutError) as error:
+            raise PublishFailed(f"{subject}: not confirmed by NATS: {error!r}") from error
 
     def request_queue(self, model: str) -> WorkQueue:
         """Where prefill workers of this model pull."""
@@ -295,13 +313,14 @@ class Bus:
     def job_queue(self, model: str) -> WorkQueue:
         """Where decode workers of this model pull."""
         filters: dict[Priority, str] = {p: job_filter(model, p) for p in PRIORITIES}
-        return WorkQueue(self.client, self.js, JOBS, WorkQueue.durable_name("decode", model), filters)
+        streams = dict.fromkeys(PRIORITIES, JOBS)
+        return WorkQueue(self.client, self.js, streams, WorkQueue.durable_name("decode", model), filters)
 
     async def queue_depth(self, stage: Stage, model: str, priority: Priority | None = None) -> int:
         """Messages of a model that wait to be pulled by `prefill` or `decode`. Raises PublishFailed without NATS."""
-        stream = REQUESTS if stage == "prefill" else JOBS
         waiting = 0
         for p in PRIORITIES if priority is None else (priority,):
+            stream = REQUESTS[p] if stage == "prefill" else JOBS
             try:
                 info = await self.js.consumer_info(stream.name, f"{WorkQueue.durable_name(stage, model)}-{p}")
                 waiting += info.num_pending or 0
@@ -310,6 +329,36 @@ class Bus:
             except (nats.errors.Error, APIError, TimeoutError) as error:
                 raise PublishFailed(f"queue depth of {stage} unknown: {error}") from error
         return waiting
+
+    async def limit_requests(self, limits: Mapping[Priority, int]) -> None:
+        """Have the queue refuse more than so many requests of a priority, whoever publishes them.
+
+        Raises ServerUnusable, or PublishFailed without NATS.
+        """
+        try:
+            await limit_requests(self.js, limits)
+        except (nats.errors.Error, APIError, TimeoutError) as error:
+            raise PublishFailed(f"the limits of the request queue are not confirmed: {error}") from error
+
+    async def read_queues(self, model: str) -> QueueReadings:
+        """How the queues of requests and jobs stand. Raises PublishFailed without NATS."""
+        prefill, decode = (WorkQueue.durable_name(stage, model) for stage in ("prefill", "decode"))
+        reads = [
+            *(read_queue(self.js, REQUESTS[p], {p: (f"{prefill}-{p}", request_filter(model, p))}) for p in PRIORITIES),
+            read_queue(self.js, JOBS, {p: (f"{decode}-{p}", job_filter(model, p)) for p in PRIORITIES}),
+        ]
+        try:
+            *requests, jobs = await asyncio.gather(*reads)
+        except (nats.errors.Error, APIError, TimeoutError) as error:
+            raise PublishFailed(f"the work queues do not answer: {error}") from error
+        return QueueReadings(dict(zip(PRIORITIES, requests, strict=True)), jobs)
+
+    async def unfinished_of(self, tenant: str) -> set[str]:
+        """Ids of a tenant's requests that wait or are worked on. Raises PublishFailed without NATS."""
+        try:
+            return await unfinished_of(self.client, tenant)
+        except (nats.errors.Error, APIError, TimeoutError) as error:
+            raise PublishFailed(f"the queues do not answer: {error}") from error
 
     async def _count(self, stream: StreamSpec, subject_filter: str) -> int:
         """Messages on matching subjects: what waits while no worker of the model ever came."""

@@ -100,6 +100,8 @@ class RequestLog:
         self.request_id = request_id
         self.subject = log_subject(tenant, request_id)
         self.last_seq = last_seq
+        self.wrote_tokens = False
+        """Whether this writer has stored a token: it has made progress."""
 
     async def append(self, record: Record, *, patience_s: float = 60.0, headers: dict[str, str] | None = None) -> int:
         """Store `record` behind `last_seq` and return its sequence.
@@ -107,25 +109,29 @@ class RequestLog:
         Waits out a NATS restart for `patience_s`. After an append whose answer was lost it reads the last record, which
         may be its own. Raises AppendRefused when another writer was first, PublishFailed when patience ran out.
         """
-        data = encode_record(record)
+        await self._store(encode_record(record), patience_s, headers)
+        self.wrote_tokens = self.wrote_tokens or isinstance(record, Tokens)
+        return self.last_seq
+
+    async def _store(self, data: bytes, patience_s: float, headers: dict[str, str] | None) -> None:
         give_up = time.monotonic() + patience_s
         first_try = True
         while True:
             try:
                 self.last_seq = await self._publish(data, headers)
-                return self.last_seq
+                return
             except AppendRefused:
                 # A try whose answer was lost may be what refuses this one.
                 if first_try or not await self._is_last(data, give_up):
                     raise
-                return self.last_seq
+                return
             except _GONE as error:
                 first_try = False
                 if time.monotonic() >= give_up:
                     raise PublishFailed(f"{self.request_id}: log not reachable for {patience_s:.0f} s") from error
                 await asyncio.sleep(0.05)
                 if await self._is_last(data, give_up):
-                    return self.last_seq
+                    return
 
     async def _publish(self, data: bytes, headers: dict[str, str] | None) -> int:
         reply = await self._client.request(

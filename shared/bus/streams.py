@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, RePublish, RetentionPolicy, StorageType, StreamConfig
 from nats.js.errors import BadRequestError, NotFoundError, ServerError
 
 from shared.bus.errors import ServerUnusable
-from shared.protocol.streams import STREAMS, StreamSpec
+from shared.bus.upgrade import move_requests, retire_single_stream
+from shared.protocol.streams import REQUESTS, STREAMS, StreamSpec
+from shared.protocol.subjects import Priority
 
 
 def stream_config(spec: StreamSpec) -> StreamConfig:
@@ -34,6 +38,7 @@ async def ensure_streams(js: JetStreamContext) -> None:
 
     Raises ServerUnusable when a stream of that name cannot take our configuration.
     """
+    earlier = await retire_single_stream(js)
     for spec in STREAMS:
         config = stream_config(spec)
         try:
@@ -42,10 +47,30 @@ async def ensure_streams(js: JetStreamContext) -> None:
             except NotFoundError:
                 await js.add_stream(config)
                 continue
+            if spec.adjustable:
+                config = config.evolve(max_msgs=info.config.max_msgs)
             if not _same(info.config, config):
                 await js.update_stream(config)
         except (BadRequestError, ServerError) as error:
             raise ServerUnusable(f"stream {spec.name} cannot be set up: {error.description}") from error
+    if earlier:
+        await move_requests(js)
+
+
+async def limit_requests(js: JetStreamContext, limits: Mapping[Priority, int]) -> None:
+    """Have the queue refuse more than so many requests of a priority. What it holds beyond that stays.
+
+    Raises ServerUnusable.
+    """
+    for priority, max_msgs in limits.items():
+        name = REQUESTS[priority].name
+        config = (await js.stream_info(name)).config
+        if config.max_msgs == max_msgs:
+            continue
+        try:
+            await js.update_stream(config.evolve(max_msgs=max_msgs))
+        except (BadRequestError, ServerError) as error:
+            raise ServerUnusable(f"stream {name} does not take a limit of {max_msgs}: {error.description}") from error
 
 
 def _same(present: StreamConfig, wanted: StreamConfig) -> bool:

@@ -7,7 +7,7 @@ import itertools
 import json
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 import nats.errors
@@ -23,10 +23,10 @@ from shared.bus.errors import PublishFailed
 from shared.protocol.streams import StreamSpec
 from shared.protocol.subjects import PRIORITIES, Priority, encode_token
 
-ACK_WAIT_S = 3.0
+ACK_WAIT_S = 2.0
 """Work that its holder has not renewed for this long is given to another worker."""
 
-RENEW_S = 0.75
+RENEW_S = 0.5
 ANSWER_S = 2.0
 SILENT_PULLS = 5
 """After this many unanswered pulls in a row the consumers are looked at and made again."""
@@ -93,16 +93,23 @@ class WorkQueue:
     """Pulls deliveries of one model's work, over one durable consumer per priority.
 
     Args:
+        streams: where the work of each priority lies; it may be one stream for all.
         filters: subject filter per priority; the consumers of one stream must not overlap.
         durable: name prefix of the durable consumers, the same for all workers of the stage.
     """
 
     def __init__(
-        self, client: Client, js: JetStreamContext, stream: StreamSpec, durable: str, filters: dict[Priority, str]
+        self,
+        client: Client,
+        js: JetStreamContext,
+        streams: Mapping[Priority, StreamSpec],
+        durable: str,
+        filters: Mapping[Priority, str],
     ) -> None:
         self._client = client
         self._js = js
-        self._stream = stream
+        self._streams = streams
+        self._name = ", ".join(sorted({stream.name for stream in streams.values()}))
         self._filters = filters
         self._durables: dict[Priority, str] = {p: f"{durable}-{p}" for p in filters}
         self._turns = itertools.cycle(_interleave(WEIGHTS))
@@ -123,19 +130,29 @@ class WorkQueue:
         return f"{stage}-{encode_token(model)}"
 
     async def open(self) -> None:
-        """Create the consumers where they are missing and listen for what they deliver."""
-        await self._ensure_consumers()
-        self._inbox = self._client.new_inbox()
-        self._subscription = await self._client.subscribe(f"{self._inbox}.*", cb=self._on_message)
+        """Create the consumers where they are missing, give them our ack wait, and listen for what they deliver.
+
+        Raises PublishFailed when NATS is away; it may then be called again.
+        """
+        try:
+            await self._ensure_consumers()
+            self._inbox = self._client.new_inbox()
+            self._subscription = await self._client.subscribe(f"{self._inbox}.*", cb=self._on_message)
+        except (nats.errors.Error, APIError, TimeoutError) as error:
+            raise PublishFailed(f"the queue of {self._name} cannot be opened: {error}") from error
 
     async def close(self) -> None:
-        """Stop pulling. What arrives later, or was not handed out yet, goes back to the queue."""
+        """Stop pulling. What was not handed out, or comes later, goes back to the queue; without NATS by itself."""
         self._wanted = 0
         while self._ready:
             await self._ready.popleft().give_back()
-        if self._subscription is not None and not self._client.is_closed:
-            await self._client.flush()
+        if self._subscription is None or not self._client.is_connected:
+            return
+        try:
+            await self._client.flush(timeout=int(ANSWER_S))
             await self._subscription.unsubscribe()
+        except (nats.errors.Error, OSError, RuntimeError) as error:  # a dead uvloop transport raises the last
+            log.warning("queue_not_closed", stream=self._name, error=str(error))
 
     async def _ensure_consumers(self) -> None:
         for priority, name in self._durables.items():
@@ -149,9 +166,12 @@ class WorkQueue:
                 max_waiting=512,
             )
             try:
-                await self._js.consumer_info(self._stream.name, name)
+                info = await self._js.consumer_info(self._streams[priority].name, name)
+                if info.config.ack_wait == ACK_WAIT_S:
+                    continue
             except NotFoundError:
-                await self._js.add_consumer(self._stream.name, config)
+                pass
+            await self._js.add_consumer(self._streams[priority].name, config)
 
     async def pull(self, free: int, wait_s: float) -> list[Delivery]:
         """Up to `free` deliveries. Waits at most `wait_s` when there are none.
@@ -165,17 +185,17 @@ class WorkQueue:
         try:
             if self._consumer_gone:
                 self._consumer_gone = False
-                log.warning("consumers_gone", stream=self._stream.name)
+                log.warning("consumers_gone", stream=self._name)
                 await self._ensure_consumers()
             while len(self._ready) < free and await self._pull_one():
                 pass
             if not self._ready and not self._consumer_gone:
                 await self._linger(wait_s)
             if self._consumer_gone and not self._ready:
-                raise PublishFailed(f"the consumers of {self._stream.name} are gone and will be made again")
+                raise PublishFailed(f"the consumers of {self._name} are gone and will be made again")
             return self._take(free)
         except (nats.errors.Error, APIError) as error:
-            raise PublishFailed(f"cannot pull from {self._stream.name}: {error}") from error
+            raise PublishFailed(f"cannot pull from {self._name}: {error}") from error
         finally:
             self._wanted = 0
 
@@ -214,13 +234,13 @@ class WorkQueue:
         self._silent += 1
         if self._silent >= SILENT_PULLS:
             self._silent = 0
-            log.warning("consumers_silent", stream=self._stream.name)
+            log.warning("consumers_silent", stream=self._name)
             await self._ensure_consumers()
 
     async def _request(self, priority: Priority, request: dict[str, object]) -> str:
         pull = str(next(self._pulls))
         self._awaited.add(pull)
-        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream.name}.{self._durables[priority]}"
+        subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._streams[priority].name}.{self._durables[priority]}"
         await self._client.publish(subject, json.dumps(request).encode(), reply=f"{self._inbox}.{pull}")
         return pull
 

@@ -92,9 +92,26 @@ class AsyncEngine:
             raise EngineStopped("the engine's thread is not running")
         return await future
 
+    def post(self, fn: Callable[[Engine], None], then: Callable[[], None] | None = None) -> None:
+        """Run `fn(engine)` in the engine's thread between two steps, behind all that was asked for before.
+
+        Never blocks, may be called from any thread, gives no answer: an error is logged, and nothing happens once the
+        thread has stopped. Afterwards `then` is called on the event loop.
+        """
+
+        def run() -> None:
+            try:
+                fn(self.engine)
+            except Exception as error:
+                _log.error("posted_call_failed", error=repr(error), exc_info=True)
+            if then is not None:
+                self._send(then)
+
+        self._post(run)
+
     def propose(self, seq_id: str, start: int, token_ids: list[int]) -> None:
         """Hand drafted tokens to the engine. Never blocks, may be called from any thread, gives no answer."""
-        self._post(lambda: self.engine.propose(seq_id, start, token_ids))
+        self.post(lambda engine: engine.propose(seq_id, start, token_ids))
 
     def _post(self, job: Callable[[], None]) -> bool:
         """Queue a job for the thread. False when the thread is not running."""

@@ -41,6 +41,11 @@ class BlockPool:
         return len(self._holders)
 
     @property
+    def num_idle(self) -> int:
+        """Blocks that nobody holds and whose contents are kept until their room is needed."""
+        return len(self._idle)
+
+    @property
     def num_cached(self) -> int:
         """Blocks that have a key, held or not."""
         return len(self._block_of)

@@ -224,6 +224,16 @@ class Engine:
         sequence.pause_after = pause_after
         self._scheduler.add(sequence)
 
+    def pause(self, seq_id: str) -> None:
+        """Take the sequence out of the batch before the next step; it keeps its blocks, and `start` lets it go on.
+
+        Unknown ids, and sequences that are not in the batch, are ignored.
+        """
+        sequence = self._sequences.get(seq_id)
+        if sequence is not None and sequence.state in ("running", "waiting"):
+            self._scheduler.remove(sequence)
+            sequence.state = "paused"
+
     def release(self, seq_id: str) -> None:
         """Forget the sequence and give its blocks back, whatever it is doing; full ones stay in the prefix cache.
 

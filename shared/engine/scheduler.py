@@ -1,5 +1,7 @@
 """Decides what the next forward holds: decode rows first, then drafts, then prompt chunks. Pure; it has no clock.
 
+Prompts are computed oldest first, but the one with the least left never waits for all of a longer one.
+
 Invariants: a step has at most `max_batch_tokens` rows and `max_running` sequences; each sequence's blocks cover what it
 is about to compute; a sequence is preempted only for an older one (or yields itself), and never while pinned. Of a
 sequence's blocks those that are full and computed may be shared, the others are its own: a step writes only to those.
@@ -192,8 +194,12 @@ class Scheduler:
         work = self._decode_work()
         budget = self._max_batch_tokens - sum(1 + len(w.drafts) for w in work)
         in_work: set[bytes] = set()
-        for sequence in [s for s in self.running if s.num_pending > 1]:
-            count = min(budget, sequence.num_pending)
+        prompts = [s for s in self.running if s.num_pending > 1]
+        shortest, kept = self._shortest(prompts, budget)
+        for sequence in prompts:
+            if sequence is shortest:
+                kept = 0
+            count = min(budget - kept, sequence.num_pending)
             if not count or self._better_later(sequence, count, in_work):
                 continue
             if self._secure(sequence, sequence.num_computed + count):
@@ -216,6 +222,19 @@ class Scheduler:
             spare -= len(drafts)
             work.append(Work(sequence, 1, drafts, samples=True))
         return work
+
+    def _shortest(self, prompts: list[Sequence], budget: int) -> tuple[Sequence | None, int]:
+        """The prompt with the least left, and what older ones must leave of the budget for it: half of it at most.
+
+        So a short prompt does not wait until a long one is done, and the oldest gets half of each step at least.
+        """
+        shortest = min(prompts, key=lambda s: s.num_pending, default=None)  # of several the oldest
+        if shortest is None or shortest is prompts[0]:
+            return None, 0
+        kept = min(shortest.num_pending, budget // 2)
+        if self._better_later(shortest, kept, set(self._keys_of(prompts[0], budget))):
+            return None, 0
+        return shortest, kept
 
     def _keys_of(self, sequence: Sequence, count: int) -> list[bytes]:
         """Keys of the blocks that the next `count` tokens fill."""

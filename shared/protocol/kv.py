@@ -17,6 +17,7 @@ MAX_BLOCKS: Final = 256
 MAX_HANDSHAKE_BYTES: Final = 16 * 1024
 MAX_HEADER_BYTES: Final = 64 * 1024
 MAX_LEASE_ID: Final = 128
+MAX_TENANT: Final = 256
 NONCE_BYTES: Final = 32
 
 Carrier = Literal["ucx", "tcp"]
@@ -81,23 +82,32 @@ class Get(msgspec.Struct, frozen=True, tag="get"):
 
 
 class Put(msgspec.Struct, frozen=True, tag="put"):
-    """Keep these blocks, leased where `lease_id` is not empty. Answered by `Verdicts` before and after the bytes."""
+    """Keep these blocks, leased where `lease_id` is not empty. Answered by `Verdicts` before and after the bytes.
+
+    A lease is named by its request. With the `tenant` the store finds the request's log, and ends the lease by itself
+    once that has ended; without, the lease ends when it is released or its time is over.
+    """
 
     blocks: list[BlockMeta]
     lease_id: str = ""
     lease_s: float = 0.0
+    tenant: str = ""
 
 
 class Lease(msgspec.Struct, frozen=True, tag="lease"):
-    """Spare these blocks from eviction until `lease_s` from now. Answered by `Held`."""
+    """Spare these blocks from eviction until `lease_s` from now, like a put's. Answered by `Held`."""
 
     lease_id: str
     keys: list[bytes]
     lease_s: float
+    tenant: str = ""
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
-    """Let the lease live until `lease_s` from now. Answered by `Held` with one entry: whether the lease exists."""
+    """Let the lease end `lease_s` from now, sooner or later than it would have. Puts and leases only make it longer.
+
+    Answered by `Held` with one entry: whether the lease exists.
+    """
 
     lease_id: str
     lease_s: float

@@ -70,6 +70,11 @@ def job_filter(model: str, priority: Priority) -> str:
     return f"hr.job.{encode_token(model)}.{priority}.*.*"
 
 
+def tenant_filters(tenant: str) -> tuple[str, str]:
+    """A tenant's unfinished requests, of all models and priorities: in the request streams and in the job stream."""
+    return f"hr.req.*.*.{encode_token(tenant)}.*", f"hr.job.*.*.{encode_token(tenant)}.*"
+
+
 def dead_subject(stage: Stage, tenant: str, request_id: str) -> str:
     """Dead letters: work that was given up, with its cause."""
     return f"hr.dead.{stage}.{encode_token(tenant)}.{encode_token(request_id)}"

@@ -307,6 +307,9 @@ class KVStoreMetrics:
         self.used_bytes = Gauge("headrace_kv_store_used_bytes", "Bytes of the pool that hold blocks", registry=registry)
         self.blocks = Gauge("headrace_kv_store_blocks", "Blocks held", registry=registry)
         self.leases = Gauge("headrace_kv_store_leases", "Leases alive", registry=registry)
+        self.leases_given_back = Counter(
+            "headrace_kv_store_leases_given_back", "Leases of ended requests, ended by the store", registry=registry
+        )
         self.blocks_evicted = Counter("headrace_kv_blocks_evicted", "Blocks evicted for room", registry=registry)
         self.puts_refused = Counter(
             "headrace_kv_store_puts_refused", "Puts refused, by reason", ["reason"], registry=registry

@@ -45,9 +45,13 @@ class Connection(abc.ABC):
     def closed(self) -> bool:
         return self._stream.closed
 
-    def peer_has_closed(self) -> bool:
-        """Whether the connection is of no use any more, as far as can be known without waiting."""
-        return self._stream.peer_has_closed()
+    def usable_again(self) -> bool:
+        """Whether another exchange may begin, as far as can be known without waiting.
+
+        Between two exchanges the peer has nothing to say: whatever can be read means that it has left, or that the two
+        are out of step.
+        """
+        return self._stream.is_silent()
 
     async def send_header(self, header: bytes) -> None:
         """Raises PeerGone, ProtocolViolation (longer than MAX_HEADER_BYTES)."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
+import time
 from types import TracebackType
 from typing import Final, Self
 
@@ -15,8 +17,12 @@ from shared.transport.handshake import greet_as_store, refuse
 from shared.transport.stream import Stream
 
 HANDSHAKE_TIMEOUT_S: Final = 3.0
-MAX_PENDING: Final = 32
-"""Peers in the handshake. More are refused at once, so strangers cost at most this many sockets and small buffers."""
+MAX_STRANGERS: Final = 32
+"""Peers in the handshake, so that they cost at most this many sockets and small buffers. One more puts out the one that
+has been at it for longest: proving the secret takes milliseconds, so those who hold it are the last to go."""
+
+TELL_S: Final = 10.0
+"""A flood of strangers is logged this often."""
 
 log = structlog.get_logger(__name__)
 
@@ -42,7 +48,10 @@ class Listener:
         self._secret = secret
         self._address = (host, port)
         self._max_connections = max_connections
-        self._pending = 0
+        self._strangers: dict[asyncio.Task[None], None] = {}
+        """In the order of their coming."""
+        self._put_out = 0
+        self._told_s = -TELL_S
         self._connections: set[Connection] = set()
         self._peers: set[asyncio.Task[None]] = set()
         self._socket: socket.socket | None = None
@@ -98,9 +107,31 @@ class Listener:
                 log.warning("accept_failed", error=str(error))
                 await asyncio.sleep(0.1)
                 continue
-            task = asyncio.create_task(self._serve(Stream(sock)), name="kv-peer")
+            stream = Stream(sock)
+            self._make_room()
+            task = asyncio.create_task(self._serve(stream), name="kv-peer")
+            self._strangers[task] = None
             self._peers.add(task)
-            task.add_done_callback(self._peers.discard)
+            task.add_done_callback(functools.partial(self._forget, stream))
+
+    def _make_room(self) -> None:
+        """Put out the stranger that has been here for longest, if there are as many as there may be."""
+        if len(self._strangers) < MAX_STRANGERS:
+            return
+        oldest = next(iter(self._strangers))
+        del self._strangers[oldest]
+        oldest.cancel()
+        self._put_out += 1
+        if time.monotonic() - self._told_s >= TELL_S:
+            self._told_s = time.monotonic()
+            log.warning("strangers_put_out", count=self._put_out, at_once=MAX_STRANGERS)
+            self._put_out = 0
+
+    def _forget(self, stream: Stream, task: asyncio.Task[None]) -> None:
+        """Also for a task that was cancelled before it began."""
+        stream.close()
+        self._peers.discard(task)
+        self._strangers.pop(task, None)
 
     async def _serve(self, stream: Stream) -> None:
         connection: Connection | None = None
@@ -117,20 +148,17 @@ class Listener:
             if connection is not None:
                 self._connections.discard(connection)
                 connection.close()
-            stream.close()
 
     async def _admit(self, stream: Stream) -> Connection | None:
         """The connection of a peer that proved the secret. Raises TransportError."""
-        self._pending += 1
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                if self._pending > MAX_PENDING or len(self._connections) >= self._max_connections:
+                if len(self._connections) >= self._max_connections:
                     await refuse(stream, "too many connections")
                     return None
                 agreement = await greet_as_store(stream, self._secret, self._transport.sides())
         except TimeoutError:
             log.warning("peer_unproven", peer=stream.peer, after_s=HANDSHAKE_TIMEOUT_S)
             return None
-        finally:
-            self._pending -= 1
+        self._strangers.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
         return await self._transport.establish(stream, agreement, accepted=True)

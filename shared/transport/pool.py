@@ -103,7 +103,7 @@ class ConnectionPool:
     def _reuse(self, peer: _Peer) -> Connection | None:
         while peer.idle:
             connection = peer.idle.pop()
-            if not connection.peer_has_closed():
+            if connection.usable_again():
                 return connection
             connection.close()
         return None

@@ -69,14 +69,22 @@ class Stream:
 
     def peer_has_closed(self) -> bool:
         """Whether the end of the stream, or an error, is already here. Does not block and takes no data."""
+        return self._peek() == b""
+
+    def is_silent(self) -> bool:
+        """Whether nothing is here to be read, not even the end. Does not block."""
+        return self._peek() is None
+
+    def _peek(self) -> bytes | None:
+        """The next byte, empty for the end or an error, None when there is nothing yet."""
         if self.closed:
-            return True
+            return b""
         try:
-            return self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+            return self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except (BlockingIOError, InterruptedError):
-            return False
+            return None
         except OSError:
-            return True
+            return b""
 
     def watch(self, on_readable: Callable[[], None]) -> None:
         """Call back while something (data or the end) can be read. Not while a receive is pending."""

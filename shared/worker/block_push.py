@@ -15,20 +15,31 @@ from shared.telemetry import record_span
 from shared.worker.engine_host import EngineHost
 
 MAX_BLOCKS_PER_PUT = 16
+ABANDON_PATIENCE_S = 0.05
+"""A put on one machine takes milliseconds; a connection that was closed costs the next one as long."""
 
 log = structlog.get_logger(__name__)
 
 
 class BlockPush:
-    """Pushes one sequence's blocks in order; the sequence must hold them until `finish` or `abandon` returns.
+    """Pushes one sequence's blocks in order; the sequence must hold them until `abandon` returns, in any case.
 
-    `keys` may grow through `extend` as tokens are generated. A block that no store took has no places in its ref:
-    whoever needs it computes it again. A sequence that is not `pinned` for its whole life is pinned around each put,
-    since a preempted one's blocks belong to somebody else; what it lost is not stored.
+    `offer` goes on as tokens are generated. A block that no store took has no places in its ref: whoever needs it
+    computes it again. A sequence that is not `pinned` for its whole life is pinned around each put, since a preempted
+    one's blocks belong to somebody else; what it lost is not stored. A store may take `timeout_s` for a put.
     """
 
     def __init__(
-        self, host: EngineHost, kv: KVClient, sequence: Sequence, lease_id: str, lease_s: float, *, pinned: bool
+        self,
+        host: EngineHost,
+        kv: KVClient,
+        sequence: Sequence,
+        lease_id: str,
+        lease_s: float,
+        *,
+        tenant: str,
+        pinned: bool,
+        timeout_s: float,
     ) -> None:
         self._host = host
         self._pinned = pinned
@@ -36,6 +47,8 @@ class BlockPush:
         self._sequence = sequence
         self._lease_id = lease_id
         self._lease_s = lease_s
+        self._tenant = tenant
+        self._timeout_s = timeout_s
         self._refs: list[BlockRef] = []
         self._wanted: list[BlockKey] = []
         self._more = asyncio.Event()
@@ -64,11 +77,24 @@ class BlockPush:
         await asyncio.shield(self._task)  # a caller that is cancelled here abandons the push next
         return self._refs
 
+    async def linger(self, most_s: float) -> None:
+        """Wait at most so long for blocks that only a later request could want. What is not stored by then is left."""
+        self._close()
+        await asyncio.wait({self._task}, timeout=most_s)
+
     async def abandon(self) -> None:
-        """Stop after the exchange in flight: afterwards nothing reads the sequence's blocks any more."""
+        """Stop: afterwards nothing reads the sequence's blocks any more.
+
+        The exchange in flight may end; one that takes longer than `ABANDON_PATIENCE_S` has its connection closed.
+        """
         self._abandoned = True
         self._close()
-        await asyncio.wait({self._task})
+        _, late = await asyncio.wait({self._task}, timeout=ABANDON_PATIENCE_S)
+        if late:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        if not self._task.cancelled() and (error := self._task.exception()) is not None:
+            log.warning("push_failed", lease_id=self._lease_id, error=repr(error))
 
     def _close(self) -> None:
         self._closing = True
@@ -109,6 +135,10 @@ class BlockPush:
         # After a failed step the engine takes blocks back by itself: what was summed since may be somebody else's.
         lost = self._sequence.state == "released"
         present = [] if lost else list(zip(keys, buffers, sums, strict=False))
-        refs = await self._kv.put(self._lease_id, self._lease_s, present) if present else []
         n_bytes = self._host.layout.block_bytes
+        refs: list[BlockRef] = []
+        if present:
+            refs = await self._kv.put(
+                self._lease_id, self._lease_s, present, tenant=self._tenant, timeout_s=self._timeout_s
+            )
         return [*refs, *(BlockRef(key.key, key.n_tokens, n_bytes, 0, []) for key in keys[len(present) :])]

@@ -68,8 +68,11 @@ def _enter(engine: Engine, sequence: Sequence, begin_from: int | None) -> bool:
 
 @dataclass(frozen=True)
 class PoolUse:
+    """Blocks: all, held by sequences, and held by nobody but kept for their contents; the rest are empty."""
+
     total: int
     used: int
+    evictable: int
 
 
 class EngineHost:
@@ -122,7 +125,8 @@ class EngineHost:
     @property
     def pool(self) -> PoolUse:
         """Blocks of the pool; read from the event loop, so it may lag the engine by a step."""
-        return PoolUse(self._engine.pool.num_blocks, self._engine.pool.num_used)
+        pool = self._engine.pool
+        return PoolUse(pool.num_blocks, pool.num_used, pool.num_idle)
 
     async def open(
         self,
@@ -142,15 +146,17 @@ class EngineHost:
         The KV of its first `num_cached` tokens, whole blocks, is there already: never write to those. If that is at
         least `begin_from` tokens it joins the batch at once: one turn of the engine instead of two; otherwise, and
         without that number, call `begin`. With `pin` it is never preempted, so its blocks may be read at any time. When
-        the known tokens end it already, `finish_reason` is set and it holds nothing. Release it in any case. Raises
-        Unservable, EngineError.
+        the known tokens end it already, `finish_reason` is set and it holds nothing. Release it in any case; a caller
+        that is cancelled in here leaves nothing behind. Raises Unservable, EngineError.
         """
-        self.feed.open(seq_id)
+        loop = asyncio.get_running_loop()
 
         def create(engine: Engine) -> tuple[Sequence, bool]:
             sequence = engine.new_sequence(
                 seq_id, token_ids, num_prompt, params, prefill_only=prefill_only, speculate=speculate, salt=salt
             )
+            # From here, so that it comes behind the last step of an earlier sequence of this id and before its own.
+            loop.call_soon_threadsafe(self.feed.open, seq_id)
             if pin:
                 engine.pin(seq_id)
             return sequence, sequence.finish_reason is not None or _enter(engine, sequence, begin_from)
@@ -158,8 +164,7 @@ class EngineHost:
         try:
             sequence, settled = await self.async_engine.call(create)
         except BaseException as error:
-            # A call whose caller is cancelled still runs; this one runs behind it.
-            await asyncio.shield(self._release(seq_id))
+            self._release(seq_id)  # a call whose caller is cancelled still runs, and this one runs behind it
             if isinstance(error, (PromptTooLong, SequenceTooLarge)):
                 raise Unservable("context_length_exceeded", str(error)) from error
             raise
@@ -171,7 +176,7 @@ class EngineHost:
                         await self._freed.wait()
                 settled = await self.async_engine.call(_enter, sequence, begin_from)
         except BaseException:
-            await asyncio.shield(self._release(seq_id))
+            self._release(seq_id)
             raise
         return sequence
 
@@ -183,10 +188,16 @@ class EngineHost:
         except UnknownSequence:
             yield []
             return
+        except asyncio.CancelledError:
+            self._unpin(sequence)  # the call still runs
+            raise
         try:
             yield complete
         finally:
-            await asyncio.shield(self.async_engine.call(Engine.unpin, sequence.seq_id))
+            self._unpin(sequence)
+
+    def _unpin(self, sequence: Sequence) -> None:
+        self.async_engine.post(lambda engine: engine.unpin(sequence.seq_id))
 
     def block_buffer(self, block_id: int) -> Any:
         """The block's bytes inside the paged cache, while a sequence holds it: to be read once they are final, and to
@@ -203,14 +214,23 @@ class EngineHost:
 
         await self.async_engine.call(start)
 
-    async def release(self, sequence: Sequence) -> None:
-        """Give the blocks back. Idempotent; also ends a running sequence."""
-        await self._release(sequence.seq_id)
+    def pause(self, sequence: Sequence) -> None:
+        """Take it out of the batch after the step in progress, without waiting. It keeps its blocks."""
+        self.async_engine.post(lambda engine: engine.pause(sequence.seq_id))
 
-    async def _release(self, seq_id: str) -> None:
-        self.feed.close(seq_id)
-        await self.async_engine.call(lambda engine: engine.release(seq_id))
-        self._freed.set()
+    def release(self, sequence: Sequence) -> None:
+        """Give the blocks back after the step in progress, without waiting. Idempotent; also ends a running sequence.
+
+        Nobody may use its blocks any more. What is opened later, under the same id too, comes behind it.
+        """
+        self._release(sequence.seq_id)
+
+    def _release(self, seq_id: str) -> None:
+        def released() -> None:
+            self.feed.close(seq_id)
+            self._freed.set()
+
+        self.async_engine.post(lambda engine: engine.release(seq_id), released)
 
     def _on_steps(self, steps: list[SequenceStep], stats: StepStats) -> None:
         self._metrics.step_seconds.observe(stats.duration_s)

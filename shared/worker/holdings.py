@@ -9,65 +9,63 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import structlog
 
-from shared.bus import RENEW_S, AppendRefused, Bus, BusError, Delivery, LogState, RequestLog, RequestUnknown
+from shared.bus import (
+    RENEW_S,
+    AppendRefused,
+    Bus,
+    BusError,
+    Delivery,
+    LogState,
+    PublishFailed,
+    RequestUnknown,
+)
 from shared.protocol.jobs import GenerationRequest
 from shared.protocol.records import Claimed, Ended, ErrorInfo, HandedBack, Usage
 from shared.telemetry.metrics import QueueMetrics
-from shared.worker.takeover import Decision, decide
+from shared.worker.holding import Holding, StopReason, Unservable, deadline_of, is_ours
+from shared.worker.takeover import Decision, WorkStage, crashed_claims, decide
 
 HOLDER_WAIT_S = 1.0
-"""A delivery whose holder is alive comes back after this long."""
+"""A delivery whose holder is alive comes back after this long at most; sooner if its last word gets stale sooner."""
 
-HOLDER_FRESH_S = 2.5
+HOLDER_FRESH_S = 1.8
 """A holder that has not said for this long that it holds the request counts as gone."""
 
+STALE_MARGIN_S = 0.05
+"""How long after a holder's word has got stale its request is looked at again."""
+
+SUSPECT_PATIENCE_S = 1.0
+"""How long what runs here may go on beside a suspect that waits; it is handed back then."""
+
+FAILED_WAIT_S = 1.0
+LOOK_S = 0.5
 MAX_REQUEST_ID_CHARS = 256
 CLAIM_PATIENCE_S = 5.0
 HAND_BACK_PATIENCE_S = 1.0
+HAND_BACK_TRIES = 3
 
 MESSAGES = {
     "queue_timeout": "no {stage} worker took the request before its queue deadline",
     "deadline_exceeded": "the request's deadline passed before it was finished",
-    "worker_crashed": "the request was given up: every worker that took it ended without writing a token",
+    "worker_crashed": "the request was given up: {stage} workers crashed each time they ran it, even alone",
 }
+
+__all__ = ["Holding", "Holdings", "Unservable"]
 
 log = structlog.get_logger(__name__)
 
-StopReason = Literal["ended", "drain"]
 
+@dataclass(frozen=True)
+class Suspect:
+    """A delivery that is kept, not yet claimed, until this worker serves nothing else."""
 
-class Unservable(Exception):
-    """No worker of this stage can ever serve the request; it ends with this message and `code`."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-@dataclass
-class Holding:
-    """A claimed request. `state` is the log as it stood at the claim; `log` appends under the claim's epoch."""
-
-    request: GenerationRequest
+    request_id: str
+    tenant: str
     delivery: Delivery
-    log: RequestLog
-    state: LogState
-    epoch: int
-    claimed_unix_s: float
-    task: asyncio.Task[None] | None = None
-    stop_reason: StopReason | None = None
-
-    @property
-    def request_id(self) -> str:
-        return self.request.request_id
-
-    def stop(self, reason: StopReason) -> None:
-        """Interrupt the work on it; the serving task cleans up and settles the delivery by the reason."""
-        if self.stop_reason is None and self.task is not None and not self.task.done():
-            self.stop_reason = reason
-            self.task.cancel()
+    since_s: float
 
 
 class Holdings:
@@ -80,7 +78,7 @@ class Holdings:
     def __init__(
         self,
         bus: Bus,
-        stage: Literal["prefill", "decode"],
+        stage: WorkStage,
         worker: str,
         metrics: QueueMetrics,
         *,
@@ -88,12 +86,15 @@ class Holdings:
         on_dropped: Callable[[str], Awaitable[None]],
     ) -> None:
         self._bus = bus
-        self._stage: Literal["prefill", "decode"] = stage
+        self._stage: WorkStage = stage
         self._worker = worker
         self._metrics = metrics
         self._stalled = stalled
         self._on_dropped = on_dropped
         self._held: dict[str, Holding] = {}
+        self._cleaning: set[asyncio.Task[None]] = set()
+        """Tasks of what was handed back, as long as they free what it used here."""
+        self._suspect: Suspect | None = None
         self._freed = asyncio.Event()
 
     def __len__(self) -> int:
@@ -125,30 +126,35 @@ class Holdings:
                 state = None
                 continue
             try:
-                if decision.action == "claim":
-                    return await self._claim(delivery, request, state)
+                if decision.action in ("claim", "claim_alone"):
+                    return await self._claim(delivery, request, state, alone=decision.action == "claim_alone")
                 return await self._settle(delivery, request, state, decision)
             except AppendRefused:
                 state = None  # somebody wrote since: look again
 
     def _decide(self, state: LogState, request: GenerationRequest) -> Decision:
-        holder = state.holder
         return decide(
             state,
             stage=self._stage,
             worker=self._worker,
             held_here=request.request_id in self._held,
-            holder_alive=holder is not None
-            and self._bus.statuses.holder_alive(holder.worker, request.request_id, HOLDER_FRESH_S),
+            holder_alive=self._holder_alive_s(state, request.request_id) > 0,
+            busy=bool(self._held or self._cleaning),
             now_unix_s=time.time(),
             queue_deadline_unix_s=request.queue_deadline_unix_s,
-            deadline_unix_s=request.deadline_unix_s,
+            deadline_unix_s=deadline_of(request, state, None),
         )
 
-    async def _claim(self, delivery: Delivery, request: GenerationRequest, state: LogState) -> Holding:
+    def _holder_alive_s(self, state: LogState, request_id: str) -> float:
+        """For how long the holder's last word counts, from now on."""
+        if state.holder is None:
+            return 0.0
+        return self._bus.statuses.holder_alive_s(state.holder.worker, request_id, HOLDER_FRESH_S)
+
+    async def _claim(self, delivery: Delivery, request: GenerationRequest, state: LogState, *, alone: bool) -> Holding:
         """Raises AppendRefused when the log has grown since."""
         request_log = self._bus.open_log(request.tenant, request.request_id, state.last_seq)
-        claim = Claimed(epoch=state.epoch + 1, stage=self._stage, worker=self._worker, at_unix_s=round(time.time(), 6))
+        claim = Claimed(state.epoch + 1, self._stage, self._worker, at_unix_s=round(time.time(), 6), alone=alone)
         await request_log.append(claim, patience_s=CLAIM_PATIENCE_S)
         self._metrics.claims.inc()
         if delivery.num_delivered > 1:
@@ -159,8 +165,9 @@ class Holdings:
             epoch=claim.epoch,
             delivery=delivery.num_delivered,
             resumed_tokens=len(state.output_ids),
+            alone=alone,
         )
-        return self._hold(Holding(request, delivery, request_log, state, claim.epoch, claim.at_unix_s))
+        return self._hold(Holding(request, delivery, request_log, state, claim.epoch, claim.at_unix_s, alone))
 
     def _hold(self, holding: Holding) -> Holding:
         self._held[holding.request_id] = holding
@@ -180,7 +187,11 @@ class Holdings:
                 self._held[request.request_id].delivery = delivery
                 await delivery.renew()
             case "wait_for_holder":
-                await delivery.give_back(HOLDER_WAIT_S)
+                alive_s = self._holder_alive_s(state, request.request_id)
+                await delivery.give_back(min(alive_s + STALE_MARGIN_S, HOLDER_WAIT_S))
+            case "wait_for_turn":
+                self._suspect = Suspect(request.request_id, request.tenant, delivery, time.monotonic())
+                log.warning("suspect_waits", request_id=request.request_id, held=len(self._held))
             case "too_late" | "give_up":
                 await self._end_at(state, request, decision)
                 await delivery.ack()
@@ -188,18 +199,22 @@ class Holdings:
             case "hand_on":
                 request_log = self._bus.open_log(request.tenant, request.request_id, state.last_seq)
                 return self._hold(Holding(request, delivery, request_log, state, state.epoch, time.time()))
-            case "claim":
+            case "claim" | "claim_alone":
                 raise AssertionError("claims are not settled here")
         return None
 
     async def _end_at(self, state: LogState, request: GenerationRequest, decision: Decision) -> None:
-        """End a request that nobody works on, if its log still stands at `state`. Raises AppendRefused."""
+        """End a request that nobody works on, if its log still stands at `state`. Raises AppendRefused.
+
+        What is given up is buried first: a worker that dies in between leaves that to the next, which buries it once.
+        """
+        crashed = [claim.worker for claim in crashed_claims(state, self._stage)]
+        if decision.action == "give_up":
+            await self._bus.bury(self._stage, request, decision.reason, crashed)
         ended = self._ended_with_error(request, state.epoch, len(state.output_ids), decision.reason)
         await self._bus.open_log(request.tenant, request.request_id, state.last_seq).append(ended)
         await self._bus.broadcast_cancel(request.request_id)
-        log.warning("request_ended", request_id=request.request_id, code=decision.reason)
-        if decision.action == "give_up":
-            await self._bus.bury(self._stage, request, decision.reason)
+        log.warning("request_ended", request_id=request.request_id, code=decision.reason, crashed=crashed)
 
     def _ended_with_error(self, request: GenerationRequest, epoch: int, output_tokens: int, code: str) -> Ended:
         return Ended(
@@ -213,58 +228,76 @@ class Holdings:
     async def serve(self, holding: Holding, work: Callable[[Holding], Awaitable[None]]) -> None:
         """Run `work` and settle the delivery by how it ends.
 
-        Returned: ack. Refused append: somebody else holds it, touch nothing. Stopped because it ended elsewhere: drop.
-        Stopped by a drain: `hand_all_back` has settled it. Any other failure: give back with a delay; claims without
-        progress bound the repeats. Raises BusError when NATS is away at the end; redelivery settles it then.
+        Returned: ack. Refused append: somebody else holds it, touch nothing. Stopped: see `_settle_stopped`. NATS away
+        for too long: hand back. Any other failure counts as a crash: give back with a delay. Raises BusError when NATS
+        is away at the end; redelivery settles it then.
         """
+        left_s = max(holding.deadline_unix_s - time.time(), 0.0)
+        deadline = asyncio.get_running_loop().call_later(left_s, holding.stop, "deadline")
         try:
             await self._run(holding, work)
         except AppendRefused as error:
             self._metrics.lost.inc()
             log.warning("request_lost", request_id=holding.request_id, epoch=holding.epoch, reason=str(error))
-            if await self._has_ended(holding):
-                await holding.delivery.drop()
-                await self._on_dropped(holding.request_id)
+            if await self._has_ended(holding.request.tenant, holding.request_id):
+                await self._drop(holding)
         except asyncio.CancelledError:
             if holding.stop_reason is None:
                 raise
-            if holding.stop_reason == "ended":
-                await holding.delivery.drop()
-                await self._on_dropped(holding.request_id)
+            await self._settle_stopped(holding, holding.stop_reason)
         finally:
+            deadline.cancel()
             if self._held.get(holding.request_id) is holding:
                 del self._held[holding.request_id]
             self._freed.set()
 
     async def _run(self, holding: Holding, work: Callable[[Holding], Awaitable[None]]) -> None:
-        request = holding.request
         try:
-            async with asyncio.timeout(max(request.deadline_unix_s - time.time(), 0.0)) as deadline:
+            try:
                 await work(holding)
+            finally:
+                holding.working = False  # what settles it is not interrupted
             await holding.delivery.ack()
         except AppendRefused:
             raise
         except Unservable as error:
-            usage = Usage(len(request.prompt_ids), len(holding.state.output_ids))
+            usage = Usage(len(holding.request.prompt_ids), len(holding.state.output_ids))
             info = ErrorInfo(message=str(error), type="invalid_request_error", code=error.code)
             await holding.log.append(Ended(epoch=holding.epoch, reason="error", usage=usage, error=info))
             await holding.delivery.ack()
             await self._on_dropped(holding.request_id)
-        except Exception as error:
-            if isinstance(error, TimeoutError) and deadline.expired():
-                ended = self._ended_with_error(request, holding.epoch, 0, "deadline_exceeded")
-                await self._bus.end_request(request.tenant, holding.request_id, ended)
-                await holding.delivery.ack()
-                await self._on_dropped(holding.request_id)
-            else:
-                log.exception("request_failed_here", request_id=holding.request_id, epoch=holding.epoch)
-                await holding.delivery.give_back(HOLDER_WAIT_S)
+        except PublishFailed as error:
+            log.warning("request_handed_back", request_id=holding.request_id, error=str(error))
+            await self._hand_back(holding)
+        except Exception:
+            log.exception("request_failed_here", request_id=holding.request_id, epoch=holding.epoch)
+            await holding.delivery.give_back(FAILED_WAIT_S)
 
-    async def _has_ended(self, holding: Holding) -> bool:
+    async def _settle_stopped(self, holding: Holding, reason: StopReason) -> None:
+        """Ended elsewhere: drop. Past its deadline: end it. Lost: it is another's now, touch nothing. Handed back:
+        whoever stopped it has settled it."""
+        request = holding.request
+        match reason:
+            case "ended":
+                await self._drop(holding)
+            case "deadline":
+                ended = self._ended_with_error(request, holding.epoch, 0, "deadline_exceeded")
+                await self._bus.end_request(request.tenant, request.request_id, ended)
+                await holding.delivery.ack()
+                await self._on_dropped(request.request_id)
+            case "lost":
+                self._metrics.lost.inc()
+                log.warning("request_lost", request_id=request.request_id, epoch=holding.epoch, reason="taken over")
+
+    async def _drop(self, holding: Holding) -> None:
+        await holding.delivery.drop()
+        await self._on_dropped(holding.request_id)
+
+    async def _has_ended(self, tenant: str, request_id: str) -> bool:
         try:
-            last = await self._bus.open_log(holding.request.tenant, holding.request_id).last()
-        except BusError as error:
-            log.warning("log_unchecked", request_id=holding.request_id, error=str(error))
+            last = await self._bus.open_log(tenant, request_id).last()
+        except (BusError, msgspec.DecodeError) as error:
+            log.warning("log_unchecked", request_id=request_id, error=str(error))
             return False
         return isinstance(last.record, Ended)
 
@@ -281,41 +314,111 @@ class Holdings:
             await asyncio.sleep(RENEW_S)
             if self._stalled():
                 continue
-            for holding in list(self._held.values()):
-                await holding.delivery.renew()
+            await asyncio.gather(*(self._renew(holding) for holding in self._held.values()))
+            if self._suspect is not None:
+                await self._suspect.delivery.renew()
+
+    async def _renew(self, holding: Holding) -> None:
+        """Renew what is still ours. A request that wrote nothing since the last time may have ended or been taken over
+        meanwhile, at the latest while this process was paused: then its message is another's."""
+        if holding.log.last_seq == holding.seen_seq and (reason := await self._gone(holding)) is not None:
+            holding.stop(reason)
+            return
+        holding.seen_seq = holding.log.last_seq
+        if self._held.get(holding.request_id) is holding:
+            await holding.delivery.renew()
+
+    async def _gone(self, holding: Holding) -> Literal["ended", "lost"] | None:
+        """Why it is not ours any more. None when it is, or when nobody can tell now."""
+        try:
+            async with asyncio.timeout(LOOK_S):
+                last = await self._bus.open_log(holding.request.tenant, holding.request_id).last()
+        except (BusError, TimeoutError, msgspec.DecodeError) as error:
+            log.debug("log_unchecked", request_id=holding.request_id, error=str(error))
+            return None
+        if last.seq == holding.log.last_seq:
+            return None  # our own, be it the end
+        if isinstance(last.record, Ended):
+            return "ended"
+        return None if is_ours(last, holding) else "lost"
 
     async def on_cancel(self, request_id: str) -> None:
-        """A hint says that the request has ended; for a holding the log decides, for others it frees leftovers."""
-        holding = self._held.get(request_id)
+        """A hint says that the request has ended; for what is here the log decides, for others it frees leftovers."""
         if len(request_id) > MAX_REQUEST_ID_CHARS:
             log.warning("cancel_hint_unusable", characters=len(request_id))
-        elif holding is None:
+            return
+        holding, suspect = self._held.get(request_id), self._suspect
+        if holding is not None:
+            if await self._has_ended(holding.request.tenant, request_id):
+                holding.stop("ended")
+        elif suspect is not None and suspect.request_id == request_id:
+            if await self._has_ended(suspect.tenant, request_id) and self._suspect is suspect:
+                self._suspect = None
+                await suspect.delivery.drop()
+                await self._on_dropped(request_id)
+        else:
             await self._on_dropped(request_id)
-        elif await self._has_ended(holding):
-            holding.stop("ended")
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether a suspect waits for its turn here or has it: nothing else may be started before it made progress."""
+        return self._suspect is not None or any(h.alone and not h.log.wrote_tokens for h in self._held.values())
+
+    async def suspects_turn(self) -> Delivery | None:
+        """The suspect that waits, to be taken again, once nothing else is served here; after a while the rest is
+        handed back for it. None while there is nothing to take."""
+        suspect = self._suspect
+        if suspect is None:
+            return None
+        if not self._held and not self._cleaning:
+            self._suspect = None
+            return suspect.delivery
+        if self._held and time.monotonic() - suspect.since_s >= SUSPECT_PATIENCE_S:
+            log.warning("room_for_suspect", request_id=suspect.request_id, handed_back=len(self._held))
+            await self._hand_held_back()
+        return None
 
     async def hand_all_back(self) -> list[asyncio.Task[None]]:
-        """Drain: hand all work to other workers at once, then interrupt it; the tasks that still clean up.
+        """Drain: hand all work to other workers at once and interrupt it; the tasks that still clean up."""
+        suspect, self._suspect = self._suspect, None
+        if suspect is not None:
+            await suspect.delivery.give_back()
+        await self._hand_held_back()
+        return list(self._cleaning)
 
-        The messages go back before the clean-up, which may take a while: appends that are still under way are refused
-        or come before the next claim, as for any holder that is overtaken.
-        """
+    async def _hand_held_back(self) -> None:
+        """The messages go back before the clean-up ends, which may take a while: appends that are still under way are
+        refused or come before the next claim, as for any holder that is overtaken."""
         holdings = list(self._held.values())
         self._held.clear()
+        for holding in holdings:
+            if holding.task is not None:
+                self._cleaning.add(holding.task)
+                holding.task.add_done_callback(self._cleaned)
+            holding.stop("handed_back")
         await self._bus.announce_now()  # so that nobody waits for this worker as a living holder
         await asyncio.gather(*(self._hand_back(holding) for holding in holdings))
-        return [holding.task for holding in holdings if holding.task is not None]
+
+    def _cleaned(self, task: asyncio.Task[None]) -> None:
+        self._cleaning.discard(task)
+        self._freed.set()
 
     async def _hand_back(self, holding: Holding) -> None:
+        """Say in the log that the claim ended in good order, and give the message back, unless another has it."""
         request_log = self._bus.open_log(holding.request.tenant, holding.request_id)
+        back = HandedBack(holding.epoch, self._stage, self._worker)
         try:
-            last = await request_log.last()
-            if not isinstance(last.record, Ended):
+            for _ in range(HAND_BACK_TRIES):
+                last = await request_log.last()
+                if isinstance(last.record, Ended):
+                    await self._drop(holding)
+                    return
+                if not is_ours(last, holding):
+                    return
                 request_log.last_seq = last.seq
-                await request_log.append(
-                    HandedBack(holding.epoch, self._stage, self._worker), patience_s=HAND_BACK_PATIENCE_S
-                )
-        except BusError as error:  # the claim then counts as one that made no progress
+                with contextlib.suppress(AppendRefused):  # our own last append may have come in between
+                    await request_log.append(back, patience_s=HAND_BACK_PATIENCE_S)
+                    break
+        except (BusError, msgspec.DecodeError) as error:  # the claim then counts as one that made no progress
             log.warning("hand_back_unrecorded", request_id=holding.request_id, error=str(error))
         await holding.delivery.give_back()
-        holding.stop("drain")

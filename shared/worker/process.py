@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable
 from types import FrameType
 
@@ -16,6 +18,8 @@ from shared.settings import CommonSettings
 from shared.telemetry import configure_logging, setup_tracing, shutdown_tracing
 
 MAX_TASKS_LOGGED, MAX_FRAMES_LOGGED = 64, 12
+CLOSE_S = 15.0
+"""Longest time that closing everything may take behind the drain; then the process ends as it is."""
 
 log = structlog.get_logger(__name__)
 
@@ -32,12 +36,14 @@ def run_service(
 ) -> int:
     """Run `main(stop)` on uvloop until it returns; `stop` is set by SIGTERM or SIGINT. Returns the exit status.
 
+    After the signal it takes the settings' `drain_s` and CLOSE_S at most, even if a thread hangs.
     `expected` errors and StartupError end in one line on stderr and status 1; others keep their traceback.
     """
     configure_logging(stage, settings.instance, settings.log_level, settings.log_format)
     setup_tracing(stage, settings.instance)
+    stop_within_s = getattr(settings, "drain_s", 0.0) + CLOSE_S
     try:
-        uvloop.run(_with_signals(main))
+        uvloop.run(_with_signals(main, stop_within_s))
     except Exception as error:
         leaves = _leaves(error)
         if not all(isinstance(leaf, (StartupError, *expected)) for leaf in leaves):
@@ -50,14 +56,27 @@ def run_service(
     return 0
 
 
-async def _with_signals(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+async def _with_signals(main: Callable[[asyncio.Event], Awaitable[None]], stop_within_s: float) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    give_up = threading.Timer(stop_within_s, _exit_now)
+    give_up.daemon = True
+
+    def on_signal() -> None:
+        if not stop.is_set():
+            give_up.start()
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, on_signal)
     loop.add_signal_handler(signal.SIGUSR1, _log_tasks)
     await main(stop)
     log.info("service_stopped")
+
+
+def _exit_now() -> None:
+    log.error("stop_took_too_long")
+    os._exit(1)
 
 
 def _log_tasks() -> None:

@@ -78,6 +78,7 @@ class Reporter:
             slots=self._slots,
             blocks_total=pool.total if pool is not None else 0,
             blocks_used=pool.used if pool is not None else 0,
+            blocks_evictable=pool.evictable if pool is not None else 0,
             transport=self._transport(),
             metrics_url=self._metrics_url,
             last_error=self._last_error(),

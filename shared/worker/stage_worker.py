@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 import structlog
 
-from shared.bus import Bus, BusError, Delivery, LogState, WorkQueue
+from shared.bus import Bus, BusError, ConnectionLost, Delivery, LogState, WorkQueue
 from shared.protocol.jobs import GenerationRequest
 from shared.protocol.subjects import Stage
 from shared.telemetry import attributes as attr
@@ -28,6 +28,9 @@ UNREADABLE_DELAY_S = 5.0
 STALL_CHECK_S = 1.0
 STALLED_EXIT_AFTER = 3
 """A worker whose engine made no turn for this many times `stall_s` ends itself, to be started again."""
+
+INSIST_S = 0.5
+"""How often what must end is cancelled again: a cancellation may get lost, see `Holding.stop`."""
 
 log = structlog.get_logger(__name__)
 
@@ -99,7 +102,8 @@ class StageWorker(ABC):
     async def run(self, stop: asyncio.Event, draining: Callable[[], None]) -> None:
         """Serve until `stop`; then call `draining` and hand running work back, in `drain_s` at most."""
         queue = self._queue()
-        await queue.open()
+        if not await self._open(queue, stop):
+            return
         await self._prepare()
         await self._bus.on_cancel(self.holdings.on_cancel)
         async with asyncio.TaskGroup() as tasks:
@@ -109,18 +113,37 @@ class StageWorker(ABC):
             ]
             while not stop.is_set():
                 await self._pull(queue, tasks)
-            draining()
-            cleaning = await self.holdings.hand_all_back()
-            await queue.close()
+            give_up = asyncio.get_running_loop().call_later(self._drain_s, _exit_now, "drain_took_too_long")
+            try:
+                draining()
+                await self._drain(queue, background)
+            finally:
+                give_up.cancel()
+
+    async def _open(self, queue: WorkQueue, stop: asyncio.Event) -> bool:
+        """Try until it works; False when the worker is to stop before."""
+        while not stop.is_set():
+            try:
+                await queue.open()
+                return True
+            except BusError as error:
+                self._note("queue_not_opened", error)
+                await asyncio.sleep(RETRY_S)
+        return False
+
+    async def _drain(self, queue: WorkQueue, background: list[asyncio.Task[None]]) -> None:
+        left = {*background, *await self.holdings.hand_all_back()}
+        await queue.close()
+        while left:
             for task in background:
                 task.cancel()
-            if cleaning:
-                _, late = await asyncio.wait(cleaning, timeout=self._drain_s)
-                if late:
-                    _exit_now("drain_took_too_long", late=len(late))
+            _, left = await asyncio.wait(left, timeout=INSIST_S)
 
     async def _pull(self, queue: WorkQueue, tasks: asyncio.TaskGroup) -> None:
         """One round: wait for a free slot, or for work."""
+        if self.holdings.exclusive:
+            await self._attend_suspect(tasks)
+            return
         free = self._slots - len(self.holdings)
         try:
             if free <= 0 or self.stalled() or not await self._may_pull():
@@ -129,9 +152,22 @@ class StageWorker(ABC):
             deliveries = await queue.pull(free, PULL_WAIT_S)
         except BusError as error:
             self._note("pull_failed", error)
+            if self._bus.client.is_closed:
+                raise ConnectionLost("NATS closed this connection for good; restart the service") from error
             await asyncio.sleep(RETRY_S)
             return
         for delivery in deliveries:
+            if self.holdings.exclusive:
+                await delivery.give_back()
+            else:
+                await self._take(delivery, tasks)
+
+    async def _attend_suspect(self, tasks: asyncio.TaskGroup) -> None:
+        """One round while a request that may crash its worker waits for its turn, or has it: nothing else begins."""
+        delivery = None if self.stalled() else await self.holdings.suspects_turn()
+        if delivery is None:
+            await self.holdings.wait_freed(RETRY_S)
+        else:
             await self._take(delivery, tasks)
 
     async def _take(self, delivery: Delivery, tasks: asyncio.TaskGroup) -> None:
@@ -144,8 +180,7 @@ class StageWorker(ABC):
             return
         except msgspec.DecodeError as error:
             self._note("work_unreadable", error)
-            await self._bus.bury_raw(f"hr.dead.{self._stage}.unreadable", delivery.data, "unreadable")
-            await delivery.discard()
+            await self._bury_unreadable(delivery)
             return
         try:
             holding = await self.holdings.take(delivery, work.request, work.assumed)
@@ -192,17 +227,32 @@ class StageWorker(ABC):
                 self._note("request_not_settled", error)
                 log.exception("request_not_settled", request_id=request.request_id)
 
+    async def _bury_unreadable(self, delivery: Delivery) -> None:
+        try:
+            await self._bus.bury_raw(f"hr.dead.{self._stage}.unreadable", delivery.data, "unreadable")
+        except BusError as error:
+            self._note("dead_letter_refused", error)
+            await delivery.give_back(UNREADABLE_DELAY_S)
+        else:
+            await delivery.discard()
+
     async def _exit_when_hung(self) -> None:
-        """A hung engine cannot be interrupted from inside its process."""
-        told = False
+        """A hung engine cannot be interrupted from inside its process.
+
+        Counted in checks, so that one that was paused with its whole process is not taken for hung.
+        """
+        told, silent_checks, progress = False, 0, self._host.progress_unix_s
         while True:
             await asyncio.sleep(STALL_CHECK_S)
-            silent_s = time.time() - self._host.progress_unix_s
+            silent_checks = silent_checks + 1 if self._host.progress_unix_s == progress else 0
+            progress = self._host.progress_unix_s
+            silent_s = silent_checks * STALL_CHECK_S
             if silent_s > STALLED_EXIT_AFTER * self._stall_s:
-                _exit_now("engine_hangs", silent_s=round(silent_s))
-            if self.stalled() and not told:
-                self._note("engine_stalled", RuntimeError(f"no step for {silent_s:.0f} s"))
-            told = self.stalled()
+                _exit_now("engine_hangs", silent_s=silent_s)
+            stalled = self.stalled()
+            if stalled and not told:
+                self._note("engine_stalled", RuntimeError(f"no step for {self._stall_s:.0f} s"))
+            told = stalled
 
     def _note(self, event: str, error: Exception) -> None:
         self.last_error = str(error)

@@ -6,18 +6,37 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shared.bus import LogState
+from shared.protocol.records import Claimed
 
-MAX_CLAIMS_WITHOUT_PROGRESS = 5
-"""A request that took this many holders with it, none of which wrote a token, is given up."""
+SUSPECT_AFTER = 2
+"""After this many claims without progress the request may be what crashes its holders, and runs alone."""
 
-Action = Literal["claim", "drop_ended", "renew", "wait_for_holder", "hand_on", "drop_handed_on", "too_late", "give_up"]
+CONVICTED_AFTER = 2
+"""This many claims without progress by workers that served nothing else prove it."""
+
+WorkStage = Literal["prefill", "decode"]
+
+Action = Literal[
+    "claim",
+    "claim_alone",
+    "wait_for_turn",
+    "drop_ended",
+    "renew",
+    "wait_for_holder",
+    "hand_on",
+    "drop_handed_on",
+    "too_late",
+    "give_up",
+]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """`claim`: append a claim and work on it. `drop_ended`, `drop_handed_on`: ack, nothing is left to do here.
-    `renew`: it is ours already. `wait_for_holder`: give back with a delay. `hand_on`: the first token exists, publish
-    the decode job only. `too_late`: a deadline passed, end it. `give_up`: it ends its holders, end it.
+    """`claim`: append a claim and work on it. `claim_alone`: the same, and serve nothing else before it has made
+    progress. `wait_for_turn`: keep it until this worker serves nothing else, and take on nothing new. `drop_ended`,
+    `drop_handed_on`: ack, nothing is left to do here. `renew`: it is ours already. `wait_for_holder`: give back with a
+    delay. `hand_on`: the first token exists, publish the decode job only. `too_late`: a deadline passed, end it.
+    `give_up`: it crashes its holders, end it and bury it.
     """
 
     action: Action
@@ -27,15 +46,16 @@ class Decision:
 def decide(  # noqa: PLR0911 - a decision table reads best as one return per row
     state: LogState,
     *,
-    stage: Literal["prefill", "decode"],
+    stage: WorkStage,
     worker: str,
     held_here: bool,
     holder_alive: bool,
+    busy: bool,
     now_unix_s: float,
     queue_deadline_unix_s: float,
     deadline_unix_s: float,
 ) -> Decision:
-    """Decide about a delivery whose log stands at `state`."""
+    """Decide about a delivery whose log stands at `state`. `busy`: this worker serves other requests."""
     if state.ended is not None:
         return Decision("drop_ended")
     holder = state.holder
@@ -51,11 +71,14 @@ def decide(  # noqa: PLR0911 - a decision table reads best as one return per row
         return Decision("too_late", "queue_timeout")
     if stage == "prefill" and state.output_ids:
         return Decision("hand_on")
-    if claims_without_progress(state, stage) >= MAX_CLAIMS_WITHOUT_PROGRESS:
+    crashed = crashed_claims(state, stage)
+    if sum(claim.alone for claim in crashed) >= CONVICTED_AFTER:
         return Decision("give_up", "worker_crashed")
+    if len(crashed) >= SUSPECT_AFTER:
+        return Decision("wait_for_turn" if busy else "claim_alone")
     return Decision("claim")
 
 
-def claims_without_progress(state: LogState, stage: Literal["prefill", "decode"]) -> int:
-    """Claims of this stage since the last token whose holders did not hand the request back."""
-    return sum(1 for claim in state.unproductive if claim.stage == stage)
+def crashed_claims(state: LogState, stage: WorkStage) -> list[Claimed]:
+    """Claims of this stage since the last token that were not handed back; when nobody holds it now, all crashed."""
+    return [claim for claim in state.unproductive if claim.stage == stage]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,14 @@ def start(nats_url: str, directory: Path) -> Iterator[Callable[..., GatewayProce
         started.append(GatewayProcess(url, directory / model, directory, **settings).start())
         return started[-1]
 
-    yield make
-    for process in started:
+    def stop(process: GatewayProcess) -> None:
         if process.running.poll() is None:
             assert process.stop() == 0
+
+    with ExitStack() as stopping:  # all of them, also when one does not stop well
+        yield make
+        for process in started:
+            stopping.callback(stop, process)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from shared.bus import AppendRefused, Bus, Delivery, LogEntry, RequestLog, RequestUnknown
+from shared.bus import AppendRefused, Bus, Delivery, LogEntry, RequestLog, RequestUnknown, list_subjects
 from shared.protocol.jobs import GenerationRequest, decode_request
 from shared.protocol.records import Claimed, Ended, ErrorInfo, FinishReason, TokenLogprobs, Tokens, Usage
 from shared.protocol.seeds import derived_seed
@@ -288,7 +288,10 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 async def queued_subjects(bus: Bus) -> dict[str, int]:
     """The subjects of all requests that wait for prefill."""
-    return (await bus.js.stream_info(REQUESTS.name, subjects_filter=">")).state.subjects or {}
+    found: dict[str, int] = {}
+    for spec in REQUESTS.values():
+        found |= await list_subjects(bus.client, spec.name)
+    return found
 
 
 def worker_of(gateway: GatewayProcess) -> str:

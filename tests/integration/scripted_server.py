@@ -17,6 +17,8 @@ from fastapi.responses import JSONResponse, StreamingResponse
 
 TEMPLATE_TOKENS = 10
 LONG_PROMPT_WORDS = 200
+CROWD = 4
+"""Requests at once that the model `crowded` serves."""
 
 
 @dataclass
@@ -76,6 +78,9 @@ class ScriptedServer:
         if body["model"] == "faulty" and number % 6 in (1, 2) and body["max_tokens"] > 1:
             status = 429 if number % 6 == 1 else 503
             return JSONResponse({"error": {"message": "busy", "code": "queue_full"}}, status_code=status)
+        if body["model"] == "crowded" and self.seen.running >= CROWD:
+            refusal = {"error": {"message": "busy", "code": "queue_full"}}
+            return JSONResponse(refusal, status_code=503, headers={"retry-after": "3"})
         stream = self._counted(self._script(body, prompt, number, choice))
         return StreamingResponse(stream, media_type="text/event-stream", headers={"x-request-id": f"req-{number}"})
 

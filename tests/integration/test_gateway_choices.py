@@ -18,7 +18,6 @@ from services.gateway.terms import keyed_request_id
 from shared.bus import Bus
 from shared.protocol.records import Accepted, ErrorInfo, choice_request_id
 from shared.protocol.seeds import derived_seed
-from shared.protocol.streams import REQUESTS
 from shared.protocol.subjects import SUBMIT
 from tests.conftest import NatsServer
 from tests.integration.gateway_harness import (
@@ -33,6 +32,7 @@ from tests.integration.gateway_harness import (
     entries_of,
     events_of,
     fresh_seed,
+    queued_subjects,
     reserve,
     take_all,
     text_of,
@@ -286,24 +286,23 @@ async def test_when_the_queue_takes_some_answers_only_the_request_is_refused_and
     gateway, seed = start("deserted", url=own_nats.url), fresh_seed()
     key = {"idempotency-key": f"refused-{seed}"}
     async with await Bus.connect(own_nats.url, name="test") as bus:
-        config = (await bus.js.stream_info(REQUESTS.name)).config
-        await bus.js.update_stream(config.evolve(max_msgs=2))
+        await bus.limit_requests({"normal": 2})
         body = chat_body(seed, n=4) | {"model": "deserted"}
         answer = await http.post(gateway.url + CHAT, json=body, headers=key)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "queue_full")
         assert int(answer.headers["retry-after"]) >= 1
         request_id = keyed_request_id("chat", "default", key["idempotency-key"], 0)
         assert await all_ended(bus, request_id, 4) == [("error", "queue_full")] * 4
 
         async def nothing_queued() -> bool:
-            return (await bus.js.stream_info(REQUESTS.name)).state.messages == 0
+            return not await queued_subjects(bus)
 
         await until(nothing_queued)
     assert gateway.stop() == 0
 
 
 async def test_each_answer_takes_a_slot_of_the_gateway(start: Start, worker: Worker, http: httpx.AsyncClient) -> None:
-    small = start(max_concurrent="3", max_n="16", max_waiting="8")
+    small = start(max_concurrent="3", max_n="16")
     for fields, status, code in (
         ({"n": 4}, 503, "gateway_overloaded"),
         ({"n": 17}, 400, "invalid_value"),
@@ -312,9 +311,6 @@ async def test_each_answer_takes_a_slot_of_the_gateway(start: Start, worker: Wor
         answer = await http.post(small.url + CHAT, json=chat_body(fresh_seed(), **fields))
         assert answer.status_code == status, answer.text
         assert answer.json().get("error", {}).get("code") == code
-    crowded = start(max_waiting="2")
-    answer = await http.post(crowded.url + CHAT, json=chat_body(fresh_seed(), n=3))
-    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -343,6 +339,35 @@ async def test_one_failed_answer_fails_the_request_and_stops_the_others(
     assert await all_ended(bus, request_id, 3) == [
         ("stop", None), ("error", "engine_failed"), ("error", "engine_failed")
     ]  # fmt: skip
+
+
+async def test_over_nats_one_failed_answer_ends_the_others_though_no_gateway_follows_them(
+    first: GatewayProcess, second: GatewayProcess, worker: Worker, bus: Bus
+) -> None:
+    seed = reserve(worker, 4)
+    reply = await bus.client.request(SUBMIT, json.dumps(chat_body(seed, n=4)).encode(), timeout=PATIENCE_S)
+    request_id = json.loads(reply.data)["request_id"]
+    works = await take_all(worker, seed, 4)
+    await works[1].say("fine")
+    await works[1].end()
+    await asyncio.sleep(1.5)  # some sweeps
+    states = [await bus.open_log("default", choice_request_id(request_id, n)).state() for n in (0, 2, 3)]
+    assert [state.ended for state in states] == [None] * 3
+    await works[2].end("error", ErrorInfo("it broke", code="engine_failed"))
+    assert await all_ended(bus, request_id, 4) == [
+        ("error", "engine_failed"), ("stop", None), ("error", "engine_failed"), ("error", "engine_failed")
+    ]  # fmt: skip
+
+
+async def test_over_nats_one_cancelled_answer_cancels_the_others(
+    first: GatewayProcess, worker: Worker, bus: Bus
+) -> None:
+    seed = reserve(worker, 2)
+    reply = await bus.client.request(SUBMIT, json.dumps(chat_body(seed, n=2)).encode(), timeout=PATIENCE_S)
+    request_id = json.loads(reply.data)["request_id"]
+    works = await take_all(worker, seed, 2)
+    await works[1].end("cancelled")
+    assert [reason for reason, _ in await all_ended(bus, request_id, 2)] == ["cancelled", "cancelled"]
 
 
 # The end comes from outside
@@ -407,7 +432,8 @@ async def test_at_the_deadline_all_answers_end_even_when_their_gateway_has_died(
 ) -> None:
     victim = start("deserted")
     start("deserted")
-    stream = await open_stream(victim, fresh_seed(), {"x-headrace-timeout-s": "2"}, n=3, model="deserted")
+    headers = {"x-headrace-timeout-s": "1", "x-headrace-queue-timeout-s": "1"}
+    stream = await open_stream(victim, fresh_seed(), headers, n=3, model="deserted")
     victim.kill()
     ends = await all_ended(bus, stream.request_id, 3)
     assert {reason for reason, _ in ends} == {"error"}

@@ -126,6 +126,85 @@ async def test_a_client_that_comes_back_elsewhere_within_the_grace_period_keeps_
     assert text_of(await again.rest()) == "ab"
 
 
+async def test_in_the_background_the_work_outlives_its_client_by_the_grace_period_only(
+    first: GatewayProcess, worker: Worker, bus: Bus, open_stream: Open
+) -> None:
+    seed = fresh_seed()
+    worker.reserve(seed)
+    stream = await open_stream(first, seed, background=True)
+    work = await worker.take(seed)
+    await work.claim()
+    accepted = (await entries_of(bus, stream.request_id))[0].record
+    assert isinstance(accepted, Accepted)
+    assert accepted.background
+    left = time.time()
+    await stream.response.aclose()
+    assert (await ended_of(bus, stream.request_id)).reason == "cancelled"
+    assert time.time() - left > 1.4
+
+
+async def test_a_client_that_comes_back_with_get_keeps_background_work_alive_until_it_leaves_for_good(
+    first: GatewayProcess, second: GatewayProcess, worker: Worker, bus: Bus, open_stream: Open,
+    http: httpx.AsyncClient,
+) -> None:  # fmt: skip
+    seed = fresh_seed()
+    worker.reserve(seed)
+    stream = await open_stream(first, seed, background=True)
+    work = await worker.take(seed)
+    await work.claim()
+    await work.say("a")
+    await stream.text("a")
+    await stream.response.aclose()
+    url = f"{second.url}{CHAT}/{stream.request_id}"
+    async with http.stream("GET", url, params={"stream": "true"}) as response:
+        again = Stream(response)
+        await again.text("a")
+        await asyncio.sleep(3.5)  # more than two grace periods
+        await work.say("b")
+        await again.text("ab")
+    assert (await ended_of(bus, stream.request_id)).reason == "cancelled"
+
+
+async def test_background_work_that_ended_while_nobody_looked_can_be_read(
+    first: GatewayProcess, second: GatewayProcess, worker: Worker, bus: Bus, open_stream: Open,
+    http: httpx.AsyncClient,
+) -> None:  # fmt: skip
+    seed = fresh_seed()
+    worker.reserve(seed)
+    stream = await open_stream(first, seed, background=True)
+    work = await worker.take(seed)
+    await stream.response.aclose()
+    await work.claim()
+    await work.say("a", "b")
+    await work.end()
+    await asyncio.sleep(2)  # the grace period passes
+    answer = (await http.get(f"{second.url}{CHAT}/{stream.request_id}")).json()
+    assert (answer["status"], answer["choices"][0]["message"]["content"]) == ("completed", "ab")
+
+
+async def test_several_readers_follow_one_request_through_several_gateways(
+    first: GatewayProcess, second: GatewayProcess, worker: Worker, open_stream: Open, http: httpx.AsyncClient
+) -> None:
+    seed = fresh_seed()
+    worker.reserve(seed)
+    stream = await open_stream(first, seed)
+    work = await worker.take(seed)
+    await work.claim()
+    await work.say("a")
+    await stream.text("a")
+    urls = [f"{gateway.url}{CHAT}/{stream.request_id}" for gateway in (first, second, second)]
+    reading = [asyncio.create_task(http.get(url, params={"stream": "true"})) for url in urls]
+    gone = asyncio.create_task(http.get(urls[0], params={"stream": "true"}))
+    await asyncio.sleep(0.3)
+    gone.cancel()  # one that only looked on
+    await work.say("b", "c")
+    await work.end()
+    events = await stream.rest()
+    assert text_of(events) == "abc"
+    for read in reading:
+        assert events_of((await read).text) == events
+
+
 # The same request, seen again
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 import signal
+import sys
 from collections.abc import AsyncIterator, Iterator
 
 import numpy as np
@@ -16,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from shared.blocks import BlockIndex, BlockKey, KVClient, block_keys, checksum, exchange
 from shared.bus import Bus
-from shared.protocol.blocks import BlockRef
+from shared.protocol.blocks import BlockRef, Place
 from shared.protocol.kv import BlockMeta, Put, Verdicts, decode_reply, encode_kv
 from shared.telemetry.metrics import KVTransferMetrics
 from shared.transport import PeerRefused, Transport, pick_transport
@@ -104,6 +105,14 @@ def equal(sent: list[Block], got: list[np.ndarray]) -> bool:
     return all(np.array_equal(block, other) for (_, block, _), other in zip(sent, got, strict=True))
 
 
+async def damage(stand: Stand, store: StoreProcess, refs: list[BlockRef]) -> None:
+    """Flip a byte of each block in the memory of one store."""
+    connection = await stand.transport.connect("127.0.0.1", store.port, SECRET.encode(), 5)
+    for ref in refs:
+        assert await exchange.corrupt_block(connection, ref.key)
+    connection.close()
+
+
 async def put_all(client: KVClient, sent: list[Block], lease_id: str = "", lease_s: float = 0.0) -> list[BlockRef]:
     refs = await client.put(lease_id, lease_s, sent)
     assert all(ref.places for ref in refs)
@@ -165,15 +174,90 @@ async def test_a_flipped_byte_is_a_miss_and_the_bad_copy_is_dropped(stand: Stand
     store = stand.store(HEADRACE_STORE_FAULT_INJECTION="true")
     sent = blocks(3, "flip")
     refs = await put_all(stand.client, sent)
-    connection = await stand.transport.connect("127.0.0.1", store.port, SECRET.encode(), 5)
-    assert await exchange.corrupt_block(connection, refs[1].key)
-    connection.close()
+    await damage(stand, store, refs[1:2])
     assert await stand.client.get(refs, empty(refs), timeout_s=10) == [True, False, True]
+    assert stand.metrics.blocks_checksum_failed._value.get() == 1
     assert await stand.blind.find([ref.key for ref in refs]) == [refs[0], None, refs[2]]
     await put_all(stand.client, sent)
     into = empty(refs)
     assert all(await stand.client.get(refs, into, timeout_s=10))
     assert equal(sent, into)
+
+
+async def test_copies_that_were_damaged_are_dropped_at_every_store_and_good_ones_stay(stand: Stand) -> None:
+    stores = [stand.store(HEADRACE_STORE_FAULT_INJECTION="true") for _ in range(4)]
+    sent = blocks(3, "everywhere")
+    for store in stores:
+        alone = KVClient(lambda store=store: [store.place], stand.transport, SECRET, None)  # type: ignore[misc]
+        await put_all(alone, sent)
+        alone.close()
+    known = [ref for ref in await stand.blind.find([key.key for key, _, _ in sent]) if ref is not None]
+    assert [ref.places for ref in known] == [[store.place for store in stores]] * 3
+    for store in stores[:3]:  # more than are tried
+        await damage(stand, store, known[:2])
+    assert await stand.client.get(known, empty(known), timeout_s=10) == [False, False, True]
+    left = [ref.places if ref else [] for ref in await stand.blind.find([ref.key for ref in known])]
+    assert left == [[stores[3].place], [stores[3].place], [store.place for store in stores]]
+    now_found = [BlockRef(ref.key, 32, BLOCK_BYTES, ref.checksum, [stores[3].place]) for ref in known]
+    into = empty(known)
+    assert all(await stand.client.get(now_found, into, timeout_s=10))
+    assert equal(sent, into)
+
+
+async def test_bytes_that_change_on_the_way_are_a_miss_and_the_good_copy_stays(stand: Stand) -> None:
+    if stand.kind == "ucx":
+        pytest.skip("the proxy that changes them is on the TCP connection")
+    store = stand.store()
+    sent = blocks(3, "on the way")
+    refs = await put_all(stand.client, sent)
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, flip_at: int) -> None:
+        passed = 0
+        while data := bytearray(await reader.read(4096)):
+            if passed <= flip_at < passed + len(data):
+                data[flip_at - passed] ^= 1
+            passed += len(data)
+            writer.write(data)
+        writer.close()
+
+    connections = 0
+
+    async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", store.port)
+        flip_at = BLOCK_BYTES + BLOCK_BYTES // 2 if connections == 1 else sys.maxsize  # inside the second block
+        await asyncio.gather(pump(reader, up_writer, sys.maxsize), pump(up_reader, writer, flip_at))
+
+    async with await asyncio.start_server(proxy, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        through = [
+            BlockRef(r.key, 32, BLOCK_BYTES, r.checksum, [Place("proxy", "127.0.0.1", port, "tcp")]) for r in refs
+        ]
+        assert await stand.client.get(through, empty(refs), timeout_s=5) == [True, False, True]
+        assert stand.metrics.blocks_checksum_failed._value.get() == 1
+        into = empty(refs)
+        assert all(await stand.client.get(through, into, timeout_s=5))
+        assert equal(sent, into)
+        stand.client.close()
+
+
+async def test_a_block_of_another_size_or_content_than_asked_for_is_a_miss(stand: Stand) -> None:
+    store = stand.store()
+    (ref,) = await put_all(stand.client, blocks(1, "size"))
+    others = [
+        BlockRef(ref.key, 32, ref.n_bytes - 1, ref.checksum, ref.places),
+        BlockRef(ref.key, 32, ref.n_bytes, ref.checksum ^ 1, ref.places),
+    ]
+    into = empty(others)
+    assert await stand.client.get(others, into, timeout_s=5) == [False, False]
+    for size in (ref.n_bytes - 1, ref.n_bytes + 1):
+        assert await stand.client.get([ref], [bytearray(size)], timeout_s=5) == [False]
+    assert not any(buffer.any() for buffer in into)
+    assert (await stand.blind.find([ref.key]))[0] == ref
+    stats = await stand.client.stats(store.place)
+    assert stats is not None
+    assert stats.checksum_failures == 0
 
 
 async def test_faults_cannot_be_injected_without_the_setting(stand: Stand) -> None:

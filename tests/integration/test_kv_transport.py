@@ -29,7 +29,7 @@ from shared.transport import (
     pick_transport,
 )
 from shared.transport.handshake import Agreement
-from shared.transport.listener import HANDSHAKE_TIMEOUT_S
+from shared.transport.listener import HANDSHAKE_TIMEOUT_S, MAX_STRANGERS
 from shared.transport.stream import Stream
 from tests.conftest import free_port, wait_for_port
 from tests.integration.kv_peer import pattern
@@ -193,6 +193,23 @@ async def test_a_peer_that_says_nothing_is_cut_off(lasting_peer: Peer) -> None:
     async with asyncio.timeout(HANDSHAKE_TIMEOUT_S + TIMEOUT_S):
         await reader.read()
     writer.close()
+
+
+async def test_silent_strangers_keep_nobody_out_and_are_bounded(transport: Transport, lasting_peer: Peer) -> None:
+    async def end_of(stranger: asyncio.StreamReader) -> None:
+        await stranger.read()
+
+    strangers = [await asyncio.open_connection("127.0.0.1", lasting_peer.port) for _ in range(3 * MAX_STRANGERS)]
+    ends = [asyncio.create_task(end_of(reader)) for reader, _ in strangers]
+    async with asyncio.timeout(HANDSHAKE_TIMEOUT_S * 0.9):  # before the strangers' own time is over
+        for _ in range(5):
+            connection = await connect(transport, lasting_peer)
+            connection.close()
+        await asyncio.gather(*ends[: 2 * MAX_STRANGERS])
+    for end in ends:
+        end.cancel()
+    for _, writer in strangers:
+        writer.close()
 
 
 async def test_a_stranger_that_announces_a_huge_message_is_cut_off_at_once(lasting_peer: Peer) -> None:

@@ -201,6 +201,22 @@ def test_mix_shows_what_long_prompts_cost_the_short_chats(load: Any) -> None:
     assert beside["itl_ms"]["max"] >= 50
 
 
+def test_overload_finds_the_capacity_and_counts_what_is_refused_at_ten_times_that(load: Any) -> None:
+    arguments = ["--model", "crowded", "--concurrency", "4", "--capacity-s", "1.5", "--phase-s", "1.5"]
+    found, calm, flood = load("overload", *arguments)["phases"]
+    assert found["succeeded"] == found["sent"] > 0
+    assert calm["load"]["rate_per_s"] == pytest.approx(0.8 * found["requests_per_s"], rel=0.01)
+    assert flood["load"]["rate_per_s"] == pytest.approx(10 * found["requests_per_s"], rel=0.01)
+    assert flood["refused"] == flood["errors"]["http_503"] == flood["refusal_ms"]["n"] > flood["succeeded"] > 0
+    assert flood["succeeded"] + flood["refused"] == flood["sent"]
+
+
+def test_a_refusal_that_does_not_say_when_to_come_again_is_an_error_only(load: Any) -> None:
+    (phase,) = load("run", "--model", "faulty", "--requests", "12", "--concurrency", "1")["phases"]
+    assert phase["errors"]["http_503"] == phase["errors"]["http_429"] == 2
+    assert phase["refused"] == phase["refusal_ms"]["n"] == 0
+
+
 def test_the_report_holds_what_is_needed_to_repeat_it_and_no_secret(
     load: Any, monkeypatch: pytest.MonkeyPatch, server: ScriptedServer
 ) -> None:

@@ -5,102 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
+from nats.js.api import AckPolicy, ConsumerConfig
 
-from shared.bus import Bus, Delivery, LogState, PublishFailed, RequestLog, WorkQueue, new_worker_id
-from shared.protocol.jobs import GenerationRequest, SamplingParams, decode_request
-from shared.protocol.records import Accepted, Claimed, Ended, HandedBack, Tokens, Usage
-from shared.protocol.status import InstanceStatus
-from shared.telemetry.metrics import QueueMetrics
-from shared.worker.holdings import Holding, Holdings
-
-
-@dataclass
-class Worker:
-    """One worker's bus, queue and holdings; its engine never stalls and serves nothing."""
-
-    bus: Bus
-    queue: WorkQueue
-    name: str
-    holdings: Holdings = field(init=False)
-    dropped: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        async def on_dropped(request_id: str) -> None:
-            self.dropped.append(request_id)
-
-        self.holdings = Holdings(
-            self.bus,
-            "prefill",
-            self.name,
-            QueueMetrics("prefill", CollectorRegistry()),
-            stalled=lambda: False,
-            on_dropped=on_dropped,
-        )
-
-    def status(self) -> InstanceStatus:
-        now = time.time()
-        return InstanceStatus(
-            "prefill", self.name.partition(".")[0], self.name, 1, "h", now, now, holds=self.holdings.ids()
-        )
-
-    async def pull(self) -> Delivery:
-        while not (deliveries := await self.queue.pull(1, 1.0)):
-            pass
-        return deliveries[0]
-
-    async def take(self, delivery: Delivery) -> Holding | None:
-        request = decode_request(delivery.data)
-        return await self.holdings.take(delivery, request, LogState(last_seq=request.log_seq))
-
-
-@asynccontextmanager
-async def worker(nats_url: str, instance: str, model: str) -> AsyncIterator[Worker]:
-    async with await Bus.connect(nats_url, name=instance) as bus:
-        queue = bus.request_queue(model)
-        await queue.open()
-        made = Worker(bus, queue, new_worker_id(instance))
-        bus.announce(made.status)
-        yield made
-        await queue.close()
-
-
-async def submit(bus: Bus, model: str, *, queue_s: float = 60.0) -> GenerationRequest:
-    now = time.time()
-    request_id = uuid.uuid4().hex
-    log = await bus.create_log(Accepted(request_id, "t", model, "chat", now, now + 60, 3, 1))
-    request = GenerationRequest(
-        request_id=request_id,
-        tenant="t",
-        model=model,
-        api="chat",
-        priority="normal",
-        prompt_ids=[1, 2, 3],
-        params=SamplingParams(max_tokens=4, seed=1),
-        created_unix_s=now,
-        queue_deadline_unix_s=now + queue_s,
-        deadline_unix_s=now + 60,
-        log_seq=log.last_seq,
-    )
-    await bus.publish_request(request)
-    return request
-
-
-async def state_of(bus: Bus, request: GenerationRequest) -> LogState:
-    return await bus.open_log(request.tenant, request.request_id).state()
-
-
-async def begin(bus: Bus, request: GenerationRequest, by: str) -> RequestLog:
-    """Another worker's claim, as the log would hold it."""
-    log = bus.open_log(request.tenant, request.request_id, request.log_seq)
-    await log.append(Claimed(epoch=1, stage="prefill", worker=by, at_unix_s=time.time()))
-    return log
+from shared.bus import ACK_WAIT_S, RENEW_S, Bus, PublishFailed, WorkQueue
+from shared.protocol.jobs import decode_request
+from shared.protocol.records import Claimed, Ended, HandedBack, Tokens, Usage
+from shared.protocol.streams import REQUESTS
+from shared.protocol.subjects import request_filter
+from shared.worker.holdings import Holding, Unservable
+from tests.conftest import NatsServer
+from tests.integration.holdings_harness import begin, idle, state_of, submit, worker
 
 
 @pytest.fixture
@@ -158,7 +75,7 @@ async def test_drained_work_goes_on_elsewhere_at_once_and_counts_as_no_crash(nat
         cleaning = await leaving.holdings.hand_all_back()
         taken = await staying.take(await staying.pull())
         assert taken is not None, "the new holder waited for the leaving one"
-        await asyncio.wait(cleaning)
+        await asyncio.gather(*cleaning)
         state = await state_of(staying.bus, request)
         assert [claim.worker for claim in state.claims] == [leaving.name, staying.name]
         assert [claim.worker for claim in state.unproductive] == [staying.name]
@@ -225,13 +142,13 @@ async def test_a_false_cancel_hint_stops_no_work(nats_url: str, model: str) -> N
         await w.holdings.on_cancel(request.request_id)
         assert holding.stop_reason is None
         assert w.dropped == []
-        await asyncio.wait(await w.holdings.hand_all_back())
+        await asyncio.gather(*await w.holdings.hand_all_back())
 
 
 async def test_a_deleted_consumer_is_made_again(nats_url: str, model: str) -> None:
     async with worker(nats_url, "prefill-0", model) as w:
-        for priority in ("high", "normal", "low"):
-            await w.bus.js.delete_consumer("HR_REQ", f"{WorkQueue.durable_name('prefill', model)}-{priority}")
+        for priority, stream in REQUESTS.items():
+            await w.bus.js.delete_consumer(stream.name, f"{WorkQueue.durable_name('prefill', model)}-{priority}")
         request = await submit(w.bus, model)
         with pytest.raises(PublishFailed, match="made again"):
             await w.pull()
@@ -253,3 +170,220 @@ async def test_discarded_work_is_buried_and_never_delivered_again(nats_url: str,
         buried = await w.bus.js.get_last_msg("HR_DEAD", "hr.dead.prefill.unreadable")
         assert buried.data == b"\x93not a request"
         assert (buried.headers or {})["Headrace-Cause"] == "unreadable"
+
+
+async def test_a_request_that_was_taken_over_unnoticed_is_dropped_and_its_message_left_alone(
+    nats_url: str, model: str
+) -> None:
+    """A holder that appends nothing, since it waits for room or was paused, finds out before it renews."""
+    async with (
+        worker(nats_url, "prefill-0", model, renews=True) as slow,
+        worker(nats_url, "prefill-1", model) as fast,
+    ):
+        request = await submit(slow.bus, model)
+        holding = await slow.hold(idle)
+        successor = fast.bus.open_log("t", request.request_id, holding.log.last_seq)
+        await successor.append(Claimed(2, "prefill", fast.name, at_unix_s=time.time()))
+        assert holding.task is not None
+        async with asyncio.timeout(10):
+            await holding.task
+        assert holding.stop_reason == "lost"
+        assert slow.holdings.ids() == []
+        assert slow.dropped == []
+        again = await fast.pull()  # neither acked nor renewed nor given back: it comes when the ack wait is over
+        assert decode_request(again.data).request_id == request.request_id
+
+
+async def test_a_request_that_ended_is_found_out_without_a_hint(nats_url: str, model: str) -> None:
+    async with worker(nats_url, "prefill-0", model, renews=True) as w:
+        request = await submit(w.bus, model)
+        holding = await w.hold(idle)
+        log = w.bus.open_log("t", request.request_id, holding.log.last_seq)
+        await log.append(Ended(epoch=1, reason="cancelled", usage=Usage(3, 0)))
+        assert holding.task is not None
+        async with asyncio.timeout(10):
+            await holding.task
+        assert w.dropped == [request.request_id]
+        assert await w.queue.pull(1, 0.3) == []
+
+
+async def test_work_that_writes_its_own_end_and_goes_on_is_not_interrupted(nats_url: str, model: str) -> None:
+    """Decode stores its last blocks behind the terminal record."""
+    async with worker(nats_url, "prefill-0", model, renews=True) as w:
+        await submit(w.bus, model)
+        finished = False
+
+        async def work(held: Holding) -> None:
+            nonlocal finished
+            await held.log.append(Ended(epoch=held.epoch, reason="stop", usage=Usage(3, 0)))
+            await asyncio.sleep(4 * RENEW_S)
+            finished = True
+
+        holding = await w.hold(work)
+        assert holding.task is not None
+        await holding.task
+        assert finished
+
+
+async def test_work_is_renewed_for_as_long_as_it_takes(nats_url: str, model: str) -> None:
+    async with (
+        worker(nats_url, "prefill-0", model, renews=True) as w,
+        worker(nats_url, "prefill-1", model) as other,
+    ):
+        await submit(w.bus, model)
+        await w.hold(idle)
+        assert await other.queue.pull(1, 2 * ACK_WAIT_S) == []
+
+
+async def test_a_worker_whose_engine_hangs_loses_its_requests(nats_url: str, model: str) -> None:
+    async with (
+        worker(nats_url, "prefill-0", model, renews=True) as hung,
+        worker(nats_url, "prefill-1", model) as other,
+    ):
+        request = await submit(hung.bus, model)
+        await hung.hold(idle)
+        hung.stalled = True
+        assert hung.holdings.ids() == []
+        holding = await other.hold(idle)
+        assert holding.request_id == request.request_id
+
+
+async def test_compute_time_counts_from_the_first_claim_and_ends_the_request(nats_url: str, model: str) -> None:
+    async with worker(nats_url, "prefill-0", model) as w:
+        request = await submit(w.bus, model, compute_s=3.0)
+        holding = await w.hold(idle)
+        assert holding.deadline_unix_s == holding.claimed_unix_s + 3.0
+        assert holding.task is not None
+        async with asyncio.timeout(20):
+            await holding.task
+        ended = (await state_of(w.bus, request)).ended
+        assert ended is not None
+        assert ended.error is not None
+        assert ended.error.code == "deadline_exceeded"
+        assert await w.queue.pull(1, 0.3) == []
+        crashed = await submit(w.bus, model, compute_s=30.0, crashed=1)
+        holding = await w.hold(idle)
+        first = (await state_of(w.bus, crashed)).claims[0]
+        assert holding.deadline_unix_s == first.at_unix_s + 30.0
+
+
+async def test_compute_time_that_is_over_ends_a_request_that_nobody_holds(nats_url: str, model: str) -> None:
+    async with worker(nats_url, "prefill-0", model) as w:
+        request = await submit(w.bus, model, compute_s=0.5, crashed=1)
+        async with asyncio.timeout(20):
+            while (ended := (await state_of(w.bus, request)).ended) is None:
+                assert await w.take(await w.pull()) is None
+        assert ended.error is not None
+        assert ended.error.code == "deadline_exceeded"
+
+
+async def test_work_that_loses_a_cancellation_is_stopped_all_the_same(nats_url: str, model: str) -> None:
+    """In Python 3.11 asyncio.wait_for drops one that comes together with its result; nats-py waits with it."""
+    async with worker(nats_url, "prefill-0", model) as w:
+        await submit(w.bus, model)
+        lost = 0
+
+        async def work(_: Holding) -> None:
+            nonlocal lost
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                lost += 1
+            await asyncio.sleep(600)
+
+        holding = await w.hold(work)
+        await asyncio.sleep(0)  # until it sleeps
+        assert holding.task is not None
+        async with asyncio.timeout(10):
+            await asyncio.gather(*await w.holdings.hand_all_back())
+        assert lost == 1
+
+
+async def test_what_settles_a_request_is_not_interrupted(
+    nats_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with worker(nats_url, "prefill-0", model) as w:
+        request = await submit(w.bus, model)
+        settling, go_on, dropped = asyncio.Event(), asyncio.Event(), 0
+
+        async def slowly(_: str) -> None:
+            nonlocal dropped
+            dropped += 1
+            settling.set()
+            await go_on.wait()
+
+        async def work(_: Holding) -> None:
+            raise Unservable("context_length_exceeded", "it does not fit")
+
+        monkeypatch.setattr(w.holdings, "_on_dropped", slowly)
+        holding = await w.hold(work)
+        async with asyncio.timeout(10):
+            await settling.wait()
+            holding.stop("ended")
+            await asyncio.sleep(0)
+            go_on.set()
+            assert holding.task is not None
+            await holding.task
+        assert dropped == 1
+        ended = (await state_of(w.bus, request)).ended
+        assert ended is not None
+        assert ended.error is not None
+        assert ended.error.code == "context_length_exceeded"
+
+
+async def test_what_cannot_be_written_for_too_long_is_handed_back_and_counts_as_no_crash(
+    nats_url: str, model: str
+) -> None:
+    async with worker(nats_url, "prefill-0", model) as w:
+        request = await submit(w.bus, model)
+
+        async def work(_: Holding) -> None:
+            raise PublishFailed("the log was not reachable for 60 s")
+
+        holding = await w.hold(work)
+        assert holding.task is not None
+        await holding.task
+        state = await state_of(w.bus, request)
+        assert (len(state.claims), state.unproductive) == (1, [])
+        assert decode_request((await w.pull()).data).request_id == request.request_id
+
+
+async def test_a_failed_step_counts_as_a_crash(nats_url: str, model: str) -> None:
+    async with worker(nats_url, "prefill-0", model) as w:
+        request = await submit(w.bus, model)
+
+        async def work(_: Holding) -> None:
+            raise RuntimeError("a step of the engine")
+
+        holding = await w.hold(work)
+        assert holding.task is not None
+        await holding.task
+        assert len((await state_of(w.bus, request)).unproductive) == 1
+
+
+async def test_consumers_of_another_ack_wait_are_given_ours(nats_url: str, model: str) -> None:
+    async with await Bus.connect(nats_url, name="test") as bus:
+        for priority, stream in REQUESTS.items():
+            await bus.js.add_consumer(
+                stream.name,
+                ConsumerConfig(
+                    durable_name=f"{WorkQueue.durable_name('prefill', model)}-{priority}",
+                    filter_subject=request_filter(model, priority),
+                    ack_policy=AckPolicy.EXPLICIT,
+                    ack_wait=3.0,
+                    max_ack_pending=1024,
+                    max_waiting=512,
+                ),
+            )
+        async with worker(nats_url, "prefill-0", model):
+            for priority, stream in REQUESTS.items():
+                info = await bus.js.consumer_info(stream.name, f"{WorkQueue.durable_name('prefill', model)}-{priority}")
+                assert info.config.ack_wait == ACK_WAIT_S
+
+
+async def test_a_queue_is_closed_in_time_without_its_server(own_nats: NatsServer, model: str) -> None:
+    """A drain does not fail on a server that is away."""
+    async with worker(own_nats.url, "prefill-0", model) as w:
+        own_nats.kill()
+        async with asyncio.timeout(20):
+            await w.queue.close()

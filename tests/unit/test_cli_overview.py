@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+import re
+from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
+import pytest
 from rich.console import Console
 
-from services.cli.overview import merge
+from services.cli.overview import ERROR_SHOWN_S, merge
 from services.cli.readiness import MAX_DEATHS, DeathWatch
 from services.cli.status_report import Report, as_json, print_table
 from services.cli.supervisor import ProcessInfo
 from shared.protocol.status import InstanceStatus
+from shared.protocol.subjects import Priority
 
 NOW = 1_000_000.0
 
@@ -70,24 +75,83 @@ def test_an_instance_that_dies_again_and_again_is_hopeless_and_one_that_died_onc
     assert DeathWatch().hopeless({"draft-0": process("draft-0", "STOPPED", start=0)}) is None
 
 
-def report() -> Report:
-    processes = {name: process(name) for name in ("nats", "decode-0", "decode-1")}
-    told = [status("decode-0", running=2, slots=16, blocks_total=100, blocks_used=7, transport="ucx")]
-    rows = merge(processes, told, NOW, Path("/none"))
-    return Report("m", "http://127.0.0.1:8000", "nats://127.0.0.1:4222", 1, "", {"decode": 3}, rows)
+def report(**fields: object) -> Report:
+    processes = {name: process(name) for name in ("nats", "kvstore-0", "decode-0", "decode-1")}
+    told = [
+        status("decode-0", running=2, slots=16, blocks_total=100, blocks_used=7, blocks_evictable=5, transport="ucx"),
+        status("kvstore-0", blocks_total=50, blocks_used=20, blocks_evictable=12, leases=3, transport="ucx"),
+    ]
+    waiting: dict[str, dict[Priority, int]] = {"decode": {"high": 1, "normal": 2, "low": 0}}
+    base = Report("m", "http://127.0.0.1:8000", "nats://127.0.0.1:4222", 1, "", waiting, 0, [])
+    return msgspec.structs.replace(base, rows=merge(processes, told, NOW, Path("/none")), **fields)
+
+
+def printed(shown: Report) -> str:
+    out = io.StringIO()
+    print_table(shown, Console(file=out, width=160))
+    return out.getvalue()
+
+
+def cells(shown: Report, instance: str) -> list[str]:
+    """Those with something in them."""
+    (line,) = [line for line in printed(shown).splitlines() if line.startswith(f"{instance} ")]
+    return [cell for cell in re.split(r"\s{2,}", line.strip()) if cell]
 
 
 def test_the_json_has_every_field_of_every_instance_null_where_unknown() -> None:
     decode = json.loads(as_json(report()))["stages"]["decode"]
-    assert decode["queue_depth"] == 3
+    assert (decode["queue_depth"], decode["waiting"]) == (3, {"high": 1, "normal": 2, "low": 0})
     first, second = decode["instances"]
     assert (first["instance"], first["running"], first["slots"], first["blocks_used"]) == ("decode-0", 2, 16, 7)
     assert (first["transport"], first["state"], first["pid"]) == ("ucx", "ready", 10)
     assert (second["instance"], second["running"], second["state"]) == ("decode-1", None, "starting")
+    assert (first["blocks_evictable"], first["blocks_free"], second["blocks_free"]) == (5, 88, None)
+    assert json.loads(as_json(report()))["stages"]["draft"]["queue_depth"] is None
 
 
-def test_the_table_shows_load_and_queue() -> None:
-    out = io.StringIO()
-    print_table(report(), Console(file=out, width=160))
-    line = next(line for line in out.getvalue().splitlines() if line.startswith("decode-0"))
-    assert line.split()[-4:] == ["3", "2/16", "7/100", "ucx"]
+def test_the_table_shows_load_and_who_waits_with_which_priority() -> None:
+    assert cells(report(), "decode-0")[3:] == ["3 (1 high, 2 normal)", "2/16", "7", "5", "88", "ucx"]
+    usual = report(waiting={"decode": {"high": 0, "normal": 2, "low": 0}})
+    assert cells(usual, "decode-0")[3] == "2"
+
+
+def test_used_evictable_and_free_blocks_of_a_store_add_up_to_all_and_its_leases_are_shown() -> None:
+    assert cells(report(), "kvstore-0")[3:] == ["0", "8", "12", "30", "3", "ucx"]
+
+
+def test_dead_letters_are_shown_when_there_are_some() -> None:
+    assert "dead" not in printed(report())
+    assert "2 dead letters, see `headrace dead list`" in printed(report(dead_letters=2))
+    assert json.loads(as_json(report(dead_letters=2)))["dead_letters"] == 2
+
+
+def test_a_stopped_instance_is_drained_and_a_stopped_server_is_not() -> None:
+    stopped = [process("decode-0", "STOPPED", pid=0), process("nats", "STOPPED", pid=0)]
+    assert states(stopped, []) == {"nats": "stopped", "decode-0": "drained"}
+
+
+@pytest.mark.parametrize(
+    ("age_s", "shown"), [(5, "no route (5 s ago)"), (125, "no route (2 min ago)"), (ERROR_SHOWN_S + 1, "")]
+)
+def test_an_error_is_shown_with_its_age_and_not_for_ever(tmp_path: Path, age_s: float, shown: str) -> None:
+    then = datetime.fromtimestamp(NOW - age_s, UTC).isoformat()
+    (tmp_path / "decode-0.log").write_text(json.dumps({"event": "x", "error": "no route", "time": then}) + "\n")
+    (row,) = merge({"decode-0": process("decode-0")}, [status("decode-0", last_error="no route")], NOW, tmp_path)
+    assert row.last_error == shown
+
+
+def test_an_error_whose_time_nobody_knows_is_shown_as_it_is(tmp_path: Path) -> None:
+    (row,) = merge({"decode-0": process("decode-0")}, [status("decode-0", last_error="no route")], NOW, tmp_path)
+    assert row.last_error == "no route"
+
+
+def test_what_the_log_says_of_a_death_is_shown_before_what_the_supervisor_says(tmp_path: Path) -> None:
+    (tmp_path / "decode-0.log").write_text("ValueError: no such dtype\n")
+    dead = msgspec.structs.replace(
+        process("decode-0", "BACKOFF", pid=0), spawn_error="Exited too quickly (process ...)"
+    )
+    (row,) = merge({"decode-0": dead}, [], NOW, tmp_path)
+    assert row.last_error == "ValueError: no such dtype"
+    unable = msgspec.structs.replace(dead, spawn_error="can't find command '/bin/nats'")
+    (row,) = merge({"decode-0": unable}, [], NOW, tmp_path)
+    assert row.last_error == "can't find command '/bin/nats'"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.cli.errors import CliError, UnknownTarget
@@ -47,6 +47,7 @@ def render(stack: StackSpec, root: Path = Path("/s")) -> dict[str, dict[str, str
     return programs(render_config(stack, Home(root), BINARIES))
 
 
+@settings(deadline=None)
 @given(stage=st.sampled_from(STAGES), before=st.integers(0, 6), after=st.integers(0, 6))
 def test_scaling_a_stage_changes_no_other_program(stage: Stage, before: int, after: int) -> None:
     old = render(spec().scaled(stage, before))
@@ -66,6 +67,30 @@ def test_every_instance_is_a_program_with_its_own_name_and_gateways_take_success
         '"8001"',
         '"8002"',
     ]
+
+
+@settings(deadline=None)
+@given(stage=st.sampled_from(STAGES), count=st.integers(1, 5), data=st.data())
+def test_a_spare_is_one_more_program_and_changes_no_other(stage: Stage, count: int, data: st.DataObject) -> None:
+    whole = spec().scaled(stage, count)
+    spared = whole.sparing(stage, data.draw(st.integers(0, count - 1)))
+    old, new = render(whole), render(spared)
+    assert {name: new[name] for name in old} == old
+    assert new.keys() - old.keys() == {f"{stage}-spare"}
+    assert list(new) == spared.programs()
+    assert spared.without_spare(stage) == whole
+    assert spared.instances(stage) == whole.instances(stage)
+
+
+def test_a_spare_gateway_listens_where_the_one_does_that_it_stands_in_for() -> None:
+    rendered = render(spec(gateway=3).sparing("gateway", 1))
+    assert rendered["gateway-spare"]["environment"] == 'HEADRACE_INSTANCE="gateway-spare",HEADRACE_PORT="8001"'
+
+
+def test_a_stack_that_an_older_version_wrote_has_no_spares() -> None:
+    written = msgspec.to_builtins(spec())
+    del written["spares"]
+    assert msgspec.convert(written, StackSpec) == spec()
 
 
 def test_the_configuration_holds_no_credentials() -> None:
@@ -122,6 +147,14 @@ def test_a_wrong_target_is_refused_with_what_there_is(target: str) -> None:
 def test_a_wrong_scale_is_refused(text: str) -> None:
     with pytest.raises(UnknownTarget):
         parse_scale(text)
+
+
+def test_a_spare_is_named_and_belongs_to_its_stage() -> None:
+    spared = spec(decode=2).sparing("decode", 0)
+    assert select(spared, "decode#spare") == ["decode-spare"]
+    assert select(spared, "decode") == ["decode-0", "decode-1", "decode-spare"]
+    with pytest.raises(UnknownTarget):
+        select(spec(decode=2), "decode#spare")
 
 
 def test_a_scale_names_stage_and_count() -> None:

@@ -132,6 +132,28 @@ async def test_a_cancelled_call_still_runs_and_disturbs_nothing(running: AsyncEn
     assert blocked.cancelled()
 
 
+async def test_what_is_posted_runs_in_order_and_an_error_in_it_ends_nothing(running: AsyncEngine) -> None:
+    order: list[str] = []
+    threads: list[int] = []
+    told = asyncio.Event()
+
+    def broken(engine: Engine) -> None:
+        order.append("broken")
+        raise RuntimeError("no")
+
+    def tell() -> None:
+        threads.append(threading.get_ident())
+        told.set()
+
+    running.post(lambda engine: order.append("first"))
+    running.post(broken, tell)
+    running.post(lambda engine: order.append("last"))
+    assert await running.call(lambda engine: list(order)) == ["first", "broken", "last"]
+    async with asyncio.timeout(10):
+        await told.wait()
+    assert threads == [threading.get_ident()]
+
+
 async def test_proposals_from_any_thread_are_used_and_never_wait(
     running: AsyncEngine, listener: Listener, model_path: Path
 ) -> None:

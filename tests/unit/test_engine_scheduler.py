@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shared.engine.errors import OutOfBlocks
 from shared.engine.sequence import Sequence
-from tests.unit.scheduler_world import BLOCK_TOKENS, MAX_RUNNING, World, kv_rows, sequence
+from tests.unit.scheduler_world import BLOCK_TOKENS, BUDGET, MAX_RUNNING, World, kv_rows, sequence
 
 requests = st.tuples(st.integers(1, 40), st.integers(1, 30), st.integers(0, 6), st.integers(0, 4))
 
@@ -58,6 +58,48 @@ def test_a_long_prompt_is_computed_in_chunks_of_what_the_budget_leaves() -> None
     while world.sequences[1].num_pending > 1:
         counts.append(world.step()[1].count)
     assert counts == [15, 15, 10]
+
+
+def test_a_short_prompt_does_not_wait_until_a_longer_one_is_computed() -> None:
+    world = World(64)
+    world.add(sequence(0, 60, 2))
+    world.step()
+    world.add(sequence(1, 6, 2))
+    assert [(w.sequence.arrival, w.count, w.samples) for w in world.step()] == [(0, 10, False), (1, 6, True)]
+
+
+@settings(deadline=None)
+@given(st.integers(20, 80), st.integers(2, 80), st.integers(2, 80))
+def test_the_oldest_prompt_and_the_shortest_get_half_of_each_step_or_all_they_need(
+    oldest: int, middle: int, youngest: int
+) -> None:
+    world = World(64)
+    for arrival, length in enumerate((oldest, middle, youngest)):
+        world.add(sequence(arrival, length, 1))
+    while world.sequences:
+        left = {s.arrival: s.num_pending for s in world.sequences}
+        counts = {w.sequence.arrival: w.count for w in world.step()}
+        assert sum(counts.values()) == min(BUDGET, sum(left.values())), "nothing is kept for nobody"
+        first, shortest = min(left), min(left, key=lambda arrival: (left[arrival], arrival))
+        assert counts[first] >= min(left[first], BUDGET // 2)
+        assert counts[shortest] >= min(left[shortest], BUDGET // 2)
+
+
+def test_prompts_of_one_length_are_computed_one_after_the_other() -> None:
+    world = World(64)
+    for arrival in range(3):
+        world.add(sequence(arrival, 32, 1))
+    ended = []
+    while world.sequences:
+        ended += [w.sequence.arrival for w in world.step() if w.samples]
+    assert ended == [0, 1, 2]
+
+
+def test_nothing_is_kept_for_a_short_prompt_that_begins_like_the_one_being_computed() -> None:
+    world = World(64)
+    world.add(chat(0, [*PROMPT, *range(200, 260)]))
+    world.add(chat(1, PROMPT))
+    assert [(w.sequence.arrival, w.count) for w in world.step()] == [(0, BUDGET)]
 
 
 def test_the_youngest_is_preempted_and_comes_back_before_newer_ones() -> None:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
+from copy import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, processors
 
+from services.gateway import follow
 from services.gateway.auth import Keyring
+from services.gateway.call import GenerationCall
 from services.gateway.deadlines import Deadlines, overdue_error
 from services.gateway.errors import ApiError, failure_of, from_info
 from services.gateway.follow import ClientGone, FollowedLog, Follower
@@ -68,18 +73,49 @@ def test_a_keyring_lets_in_known_keys_only(header: str | None) -> None:
 # Terms
 
 
-def test_deadlines_by_header_are_bounded_by_the_gateway() -> None:
+def call_with(**fields: Any) -> GenerationCall:
+    return parse_call({"model": "m", "prompt": "x", **fields}, "completion")
+
+
+def test_time_outs_are_bounded_by_the_gateway_and_do_not_shorten_each_other() -> None:
     settings = load_settings(timeout_s=10, queue_timeout_s=5, max_timeout_s=20)
-    assert parse_terms({}, settings).timeout_s == 10
-    terms = parse_terms({"x-headrace-timeout-s": "9999", "x-headrace-queue-timeout-s": "1e9"}, settings)
+    terms = parse_terms({}, call_with(), settings)
+    assert (terms.timeout_s, terms.queue_timeout_s) == (10, 5)
+    headers = {"x-headrace-timeout-s": "9999", "x-headrace-queue-timeout-s": "1e9"}
+    terms = parse_terms(headers, call_with(), settings)
     assert (terms.timeout_s, terms.queue_timeout_s) == (20, 20)
-    assert parse_terms({"x-headrace-timeout-s": "2"}, settings).queue_timeout_s == 2
+    terms = parse_terms({"x-headrace-timeout-s": "2"}, call_with(), settings)
+    assert (terms.timeout_s, terms.queue_timeout_s) == (2, 5)
+
+
+def test_time_outs_in_the_body_count_where_no_header_says_otherwise() -> None:
+    settings = load_settings(max_timeout_s=20)
+    call = call_with(timeout_s=3, queue_timeout_s=0.5)
+    terms = parse_terms({}, call, settings)
+    assert (terms.timeout_s, terms.queue_timeout_s) == (3, 0.5)
+    terms = parse_terms({"x-headrace-timeout-s": "4"}, call, settings)
+    assert (terms.timeout_s, terms.queue_timeout_s) == (4, 0.5)
+    assert parse_terms({}, call_with(timeout_s=99), settings).timeout_s == 20
+
+
+@pytest.mark.parametrize("field", ["timeout_s", "queue_timeout_s"])
+@pytest.mark.parametrize("value", [0, -1, "5", True, [], math.inf])
+def test_a_time_out_in_the_body_that_is_not_a_positive_number_is_a_400(field: str, value: object) -> None:
+    with pytest.raises(ApiError) as caught:
+        call_with(**{field: value})
+    assert (caught.value.status, caught.value.param) == (400, field)
+
+
+def test_time_outs_and_background_do_not_make_another_body_for_an_idempotency_key() -> None:
+    plain = call_with()
+    assert call_with(timeout_s=3, queue_timeout_s=2, background=True).digest == plain.digest
+    assert call_with(max_tokens=3).digest != plain.digest
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-1", "0", "nan", "inf", "-inf", "1,5", "0x10"])
 def test_a_time_out_that_is_not_a_positive_number_is_a_400(text: str) -> None:
     with pytest.raises(ApiError) as caught:
-        parse_terms({"x-headrace-timeout-s": text}, load_settings())
+        parse_terms({"x-headrace-timeout-s": text}, call_with(timeout_s=1), load_settings())
     assert (caught.value.status, caught.value.param) == (400, "x-headrace-timeout-s")
 
 
@@ -101,7 +137,7 @@ def test_request_ids_look_like_openais_and_keys_do_not_collide() -> None:
 
 
 def test_deadlines_pass_in_order() -> None:
-    deadlines = Deadlines(total_unix_s=10, queue_unix_s=5)
+    deadlines = Deadlines(latest_unix_s=10, queue_unix_s=5)
     assert [deadlines.overdue(now) for now in (4, 5, 9, 10)] == [None, "queue", "queue", "total"]
     assert deadlines.next_unix_s() == 5
     deadlines.queue_unix_s = None
@@ -192,14 +228,14 @@ class Followed:
     """A follower with its log, client and clock in the test's hand."""
 
     def __init__(self, deadlines: Deadlines | None = None, idle_s: float = 30.0, choices: int = 1) -> None:
+        deadlines = deadlines or Deadlines(time.time() + 60)
         self.logs: list[asyncio.Queue[LogEntry]] = [asyncio.Queue() for _ in range(choices)]
         self.log = self.logs[0]
         self.gone = asyncio.Event()
         self.stopping = asyncio.Event()
         self.overdue: asyncio.Queue[tuple[int, str, bool]] = asyncio.Queue()
         self.follower = Follower(
-            {choice: FollowedLog(self._entries(choice)) for choice in range(choices)},
-            deadlines or Deadlines(time.time() + 60),
+            {choice: FollowedLog(self._entries(choice), copy(deadlines)) for choice in range(choices)},
             on_overdue=lambda *told: self.overdue.put_nowait(told),
             client_gone=self._client_gone,
             stopping=self.stopping,
@@ -276,6 +312,31 @@ async def test_a_claim_ends_the_queue_deadline_but_not_the_total_one() -> None:
     case.log.put_nowait(LogEntry(2, Tokens(1, 0, [1], "x")))
     async with asyncio.timeout(10), case.follower:
         assert await case.overdue.get() == (0, "total", True)
+
+
+async def test_compute_time_counts_from_the_first_claim_of_each_choice() -> None:
+    now = time.time()
+    case = Followed(Deadlines(now + 60, now + 60, compute_timeout_s=10), choices=3)
+    case.logs[1].put_nowait(LogEntry(1, Claimed(1, "prefill", "w", now - 9.9)))
+    case.logs[1].put_nowait(LogEntry(2, Claimed(2, "decode", "v", now)))
+    case.logs[2].put_nowait(LogEntry(1, Claimed(1, "prefill", "w", now - 20)))
+    async with asyncio.timeout(10), case.follower:
+        assert [await case.overdue.get() for _ in range(2)] == [(2, "total", False), (1, "total", False)]
+        await asyncio.sleep(0.05)
+    assert case.overdue.empty()
+
+
+async def test_a_log_that_does_not_end_after_its_deadline_counts_as_out_of_reach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(follow, "ENDING_S", 0.05)
+    case = Followed(Deadlines(time.time() + 0.05))
+    async with asyncio.timeout(10), case.follower as follower:
+        with pytest.raises(ApiError) as caught:
+            async for _ in follower:
+                pass
+    assert caught.value.code == "log_unreachable"
+    assert case.overdue.qsize() == 1
 
 
 async def test_an_unclaimed_request_passes_both_deadlines_once_each() -> None:

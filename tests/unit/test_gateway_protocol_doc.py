@@ -10,11 +10,14 @@ import msgspec
 import pytest
 
 from services.gateway.errors import ApiError, from_info
+from services.gateway.settings import GatewaySettings
+from shared.bus import WEIGHTS
 from shared.protocol.records import Accepted, Claimed, Ended, ErrorInfo, HandedBack, TokenLogprobs, Tokens, Usage
 from shared.protocol.status import InstanceStatus
 from shared.protocol.streams import STREAMS
 from shared.protocol.subjects import (
     CANCEL,
+    RETRY,
     STATUS_PING,
     SUBMIT,
     encode_token,
@@ -78,7 +81,7 @@ def test_every_stream_and_public_subject_is_documented() -> None:
         row = next(line for line in DOCUMENT.splitlines() if line.startswith(f"| `{stream.name}` |"))
         assert f"`{stream.subjects[0]}`" in row
         assert stream.retention in row
-    for subject in (SUBMIT, CANCEL, STATUS_PING, "hr.live.<tenant>.<request>", "hr.tok.<tenant>.<request>"):
+    for subject in (SUBMIT, CANCEL, RETRY, STATUS_PING, "hr.live.<tenant>.<request>", "hr.tok.<tenant>.<request>"):
         assert f"`{subject}`" in DOCUMENT
     assert live_subject("a", "b") == "hr.live.a.b"
     assert log_subject("a", "b") == "hr.tok.a.b"
@@ -97,6 +100,29 @@ def test_the_documented_error_codes_have_the_documented_status() -> None:
     assert len(rows) >= 4
     for code, status in rows:
         assert from_info(ErrorInfo("m", code=code)).status == int(status), code
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "queue_timeout_s", "timeout_s", "max_timeout_s", "max_queued_high", "max_queue_wait_s",
+        "standing_queue_wait_s", "retry_after_s", "disconnect_grace_s",
+    ],
+)  # fmt: skip
+def test_the_documented_defaults_of_settings_are_those_of_the_gateway(name: str) -> None:
+    default = GatewaySettings.model_fields[name].default
+    documented = re.findall(rf"`{name}`[^`(]*\((\d+)\)", DOCUMENT)
+    if name == "max_queued_high":
+        documented = re.findall(r"`max_queued_low`, set by the\s+gateways, (\d+) each", DOCUMENT)
+        others = [GatewaySettings.model_fields[f"max_queued_{p}"].default for p in ("normal", "low")]
+        assert others == [default, default]
+    assert documented, "not documented"
+    assert {float(value) for value in documented} == {float(default)}
+
+
+def test_the_documented_shares_of_the_priorities_are_those_of_the_queue() -> None:
+    words = f"High priority gets {WEIGHTS['high']} of {sum(WEIGHTS.values())} pulls, normal {WEIGHTS['normal']} and low"
+    assert f"{words} {WEIGHTS['low']}," in DOCUMENT
 
 
 def test_every_error_code_of_the_gateway_is_documented() -> None:

@@ -126,5 +126,5 @@ async def test_gaps_in_device_memory_are_refused_before_a_byte_is_sent() -> None
     assert n_bytes(gaps) == 100
     with pytest.raises(UnusableBuffer):
         await sender.send_buffers([bytearray(10), gaps])
-    assert receiver.peer_has_closed()
+    assert not receiver.usable_again()
     receiver.close()

@@ -10,6 +10,7 @@ from shared.protocol.kv import (
     MAX_BLOCKS,
     MAX_HEADER_BYTES,
     MAX_LEASE_ID,
+    MAX_TENANT,
     AskStats,
     BlockMeta,
     Find,
@@ -31,10 +32,10 @@ WORST = BlockMeta(b"\xff" * KEY_BYTES, 2**31, 2**40, 2**64 - 1)
 @pytest.mark.parametrize(
     "message",
     [
-        Put([WORST] * MAX_BLOCKS, "r" * MAX_LEASE_ID, 1e300),
+        Put([WORST] * MAX_BLOCKS, "r" * MAX_LEASE_ID, 1e300, "t" * MAX_TENANT),
         Get([WORST] * MAX_BLOCKS),
         Find([WORST.key] * MAX_BLOCKS),
-        Lease("r" * MAX_LEASE_ID, [WORST.key] * MAX_BLOCKS, 1e300),
+        Lease("r" * MAX_LEASE_ID, [WORST.key] * MAX_BLOCKS, 1e300, "t" * MAX_TENANT),
     ],
 )
 def test_the_largest_request_fits_into_a_header(message: Put | Get | Find | Lease) -> None:

@@ -93,15 +93,65 @@ def test_a_lease_ends_by_itself_and_its_blocks_become_room() -> None:
     assert store.stats().leases == 0
 
 
-def test_renewing_makes_a_lease_longer_and_never_shorter() -> None:
+def test_leasing_again_makes_a_lease_longer_and_never_shorter() -> None:
     store = make_store(1)
     put(store, 0, 0.0)
     store.lease("r", keys(0), 10.0, 0.0)
-    assert store.renew("r", 1.0, 5.0)
+    store.lease("r", keys(0), 1.0, 5.0)
     assert store.begin_put(meta(1), 9.0) == "full"
-    assert store.renew("r", 10.0, 9.0)
+    store.lease("r", keys(0), 10.0, 9.0)
     assert store.begin_put(meta(1), 18.0) == "full"
-    assert not store.renew("r", 10.0, 19.5)
+    assert put(store, 1, 19.5)
+
+
+def test_renewing_sets_the_end_of_a_lease_sooner_or_later() -> None:
+    store = make_store(1)
+    put(store, 0, 0.0)
+    store.lease("r", keys(0), 600.0, 0.0)
+    assert store.renew("r", 10.0, 5.0)
+    assert store.renew("r", 10.0, 14.0)
+    assert store.begin_put(meta(1), 23.9) == "full"
+    assert put(store, 1, 24.0)
+    assert not store.renew("r", 10.0, 24.0)
+
+
+def test_the_end_that_a_lease_had_before_does_not_cut_a_later_one() -> None:
+    store = make_store(1)
+    put(store, 0, 0.0)
+    store.lease("r", keys(0), 10.0, 0.0)
+    store.renew("r", 5.0, 1.0)
+    store.renew("r", 20.0, 2.0)
+    store.expire(11.0)
+    assert store.begin_put(meta(1), 21.9) == "full"
+    store.release("r", 21.9)
+    store.lease("r", keys(0), 30.0, 21.9)
+    assert store.begin_put(meta(1), 23.0) == "full"
+
+
+def test_leases_that_rest_are_named_in_turns_the_one_that_rests_longest_first() -> None:
+    store = make_store(1)
+    put(store, 0, 0.0)
+    for n in range(4):
+        store.lease(f"r{n}", keys(0), 1000.0, float(n), "tenant")
+    store.lease("without log", keys(0), 1000.0, 4.0)
+    store.renew("r0", 1000.0, 5.0)
+    assert store.resting_leases(10.0, 2, 10.0) == []
+    assert store.resting_leases(10.0, 2, 14.9) == [("r1", "tenant"), ("r2", "tenant")]
+    assert store.resting_leases(10.0, 2, 14.9) == [("r3", "tenant")]
+    assert store.resting_leases(10.0, 9, 14.9) == []
+    assert store.resting_leases(10.0, 9, 15.0) == [("r0", "tenant")]
+    store.lease("r2", keys(0), 1.0, 16.0)
+    assert store.resting_leases(10.0, 9, 24.95) == [("r1", "tenant"), ("r3", "tenant")]
+
+
+def test_looking_at_leases_that_rest_costs_no_more_than_asked_for_whatever_lies_there() -> None:
+    store = make_store(1)
+    put(store, 0, 0.0)
+    for n in range(100):
+        store.lease(f"r{n}", keys(0), 1000.0, 0.0)
+    store.lease("last", keys(0), 1000.0, 0.0, "tenant")
+    rounds = [store.resting_leases(1.0, 10, 5.0) for _ in range(11)]
+    assert rounds == [[]] * 10 + [[("last", "tenant")]]
 
 
 def test_a_block_with_two_leases_is_spared_until_the_second_ends() -> None:
@@ -295,7 +345,7 @@ def _random_walk(seed: int, steps: int) -> None:  # noqa: PLR0912 - one branch p
         now_s += rng.random()
         model.expire(now_s)
         n, name = rng.randrange(24), f"r{rng.randrange(8)}"
-        match rng.randrange(8):
+        match rng.randrange(9):
             case 0 | 1:
                 plan = store.begin_put(meta(n), now_s)
                 if isinstance(plan, Ticket):
@@ -323,7 +373,12 @@ def _random_walk(seed: int, steps: int) -> None:  # noqa: PLR0912 - one branch p
                 (block,) = store.pin([meta(n)], now_s)
                 if block is not None:
                     model.pinned.append((n, block))
-            case 7 if model.pinned:
+            case 7:
+                ttl = rng.random() * 20
+                assert store.renew(name, ttl, now_s) == (name in model.leases)
+                if name in model.leases:
+                    model.leases[name] = (now_s + ttl, model.leases[name][1])
+            case 8 if model.pinned:
                 number, pinned = model.pinned.pop(rng.randrange(len(model.pinned)))
                 assert bytes(store.view(pinned)) == content(number)
                 store.unpin(pinned)
@@ -331,6 +386,8 @@ def _random_walk(seed: int, steps: int) -> None:  # noqa: PLR0912 - one branch p
         assert len(store) + len(model.tickets) <= slots
         assert store.stats().used_bytes == (len(store) + len(model.tickets)) * SIZE
         model.expire(now_s)
+        store.expire(now_s)
+        assert store.stats().leases == len(model.leases)
     for _, ticket in model.tickets:
         store.roll_back(ticket)
     for _, pinned in model.pinned:

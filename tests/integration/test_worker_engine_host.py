@@ -1,0 +1,142 @@
+"""The engine as workers use it: what was asked for is done in order, so that one use of an id never sees another's."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import pytest_asyncio
+from prometheus_client import CollectorRegistry
+
+from shared.engine import Sequence
+from shared.models import ModelFiles
+from shared.telemetry.metrics import DecodeMetrics
+from shared.worker.engine_host import EngineHost
+from tests.integration.kv_harness import eventually
+from tests.integration.pipeline_harness import Gate, text
+from tests.unit.engine_harness import load, sampled, tiny_model
+
+PROMPT, OTHER = text(1, 60), text(2, 60)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("llama"))
+
+
+@pytest_asyncio.fixture
+async def host(model: Path) -> AsyncIterator[EngineHost]:
+    files = cast(ModelFiles, SimpleNamespace(name="tiny"))
+    made = EngineHost(load(model), files, DecodeMetrics("decode-0", CollectorRegistry()).engine)
+    made.start()
+    yield made
+    await made.stop()
+
+
+async def begin(host: EngineHost, seq_id: str, prompt: list[int], **options: Any) -> Sequence:
+    sequence = await host.open(seq_id, prompt, len(prompt), sampled(30), salt="", **options)
+    await host.begin(sequence, 0)
+    return sequence
+
+
+async def first_ids(host: EngineHost, seq_id: str, count: int) -> list[int]:
+    ids: list[int] = []
+    while len(ids) < count:
+        step = await host.feed.next(seq_id)
+        assert not step.new_ids or step.first_index == len(ids)
+        ids += step.new_ids
+    return ids
+
+
+def pins_of(sequence: Sequence, count: int) -> Callable[[], Awaitable[bool]]:
+    async def as_many() -> bool:
+        return sequence.pins == count
+
+    return as_many
+
+
+async def until_empty(host: EngineHost) -> None:
+    async def empty() -> bool:
+        return not (host.pool.used or host.feed._queues or host.async_engine.engine._sequences)
+
+    await eventually(empty)
+
+
+async def test_a_step_in_progress_is_not_told_to_the_next_use_of_its_id(host: EngineHost) -> None:
+    """A request that is given back may come again to the same worker before a long step ends."""
+    undisturbed = await begin(host, "undisturbed", OTHER)
+    expected = await first_ids(host, "undisturbed", 5)
+    host.release(undisturbed)
+    await until_empty(host)
+    gate = Gate(host)
+    first = await begin(host, "s", PROMPT)
+    gate.let(2)
+
+    async def stepped() -> bool:
+        return first.num_sampled == 2 and gate.begun >= 3
+
+    await eventually(stepped)
+    host.release(first)
+    again = asyncio.create_task(begin(host, "s", OTHER))
+    await asyncio.sleep(0.1)
+    gate.open()
+    second = await again
+    assert await first_ids(host, "s", 5) == expected
+    host.release(second)
+    await until_empty(host)
+
+
+@pytest.mark.parametrize("turns", range(8))
+async def test_an_opening_that_is_cancelled_at_any_moment_leaves_nothing(host: EngineHost, turns: int) -> None:
+    opening = asyncio.create_task(host.open("s", PROMPT, len(PROMPT), sampled(30), salt="", begin_from=0))
+    for _ in range(turns):
+        await asyncio.sleep(0.0005 * turns)
+    opening.cancel()
+    await asyncio.wait({opening})
+    if not opening.cancelled():
+        host.release(opening.result())
+    await until_empty(host)
+
+
+async def test_a_sequence_that_waits_for_blocks_gets_those_of_one_that_is_released(host: EngineHost) -> None:
+    total = host.pool.total
+    hog = await host.open("hog", text(3, 1000), 1000, sampled(5), salt="", pin=True)
+    hogs = [hog]
+    while host.pool.used + 64 <= total:
+        hogs.append(await host.open(f"hog{len(hogs)}", text(3 + len(hogs), 1000), 1000, sampled(5), salt="", pin=True))
+    waiting = asyncio.create_task(host.open("late", text(99, 1000), 1000, sampled(5), salt=""))
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
+    for sequence in hogs:
+        host.release(sequence)
+    async with asyncio.timeout(10):
+        host.release(await waiting)
+    await until_empty(host)
+
+
+async def test_pins_end_with_what_they_were_for_even_if_that_is_cancelled(host: EngineHost) -> None:
+    gate = Gate(host)
+    sequence = await begin(host, "s", PROMPT)
+    entered = asyncio.Event()
+
+    async def read() -> None:
+        async with host.pinned(sequence):
+            entered.set()
+            await asyncio.sleep(60)
+
+    reading = asyncio.create_task(read())
+    waiting = asyncio.create_task(read())
+    await asyncio.sleep(0.05)
+    waiting.cancel()  # while the step in progress keeps it from its pin
+    await asyncio.wait({waiting})
+    gate.open()
+    await entered.wait()
+    await eventually(pins_of(sequence, 1))
+    reading.cancel()
+    await eventually(pins_of(sequence, 0))
+    host.release(sequence)
+    await until_empty(host)

@@ -1,0 +1,107 @@
+"""Who counts as there, and for how long a holder's word counts; time is moved by hand."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from nats.aio.msg import Msg
+
+from shared.bus import board
+from shared.bus.board import DEAF_S, StatusBoard
+from shared.protocol.status import STATUS_TTL_S, InstanceStatus, encode_status
+
+FRESH_S = 1.8
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(board, "time", made)
+    return made
+
+
+async def hear(
+    statuses: StatusBoard, instance: str, run: str, *holds: str, started: float = 1.0, state: str = "ready"
+) -> None:
+    status = InstanceStatus(
+        "decode",
+        instance,
+        f"{instance}.{run}",
+        1,
+        "h",
+        started,
+        time.time(),
+        state=state,  # type: ignore[arg-type]
+        holds=list(holds),
+    )
+    await statuses.on_status(Msg(_client=None, subject="s", data=encode_status(status)))  # type: ignore[arg-type]
+
+
+async def test_a_holders_word_counts_until_it_is_stale(clock: Clock) -> None:
+    statuses = StatusBoard()
+    await hear(statuses, "decode-0", "a", "r")
+    clock.now += 1.5
+    assert statuses.holder_alive_s("decode-0.a", "r", FRESH_S) == pytest.approx(0.3)
+    assert statuses.holder_alive_s("decode-0.a", "another", FRESH_S) == 0
+    clock.now += 0.4
+    assert statuses.holder_alive_s("decode-0.a", "r", FRESH_S) == 0
+
+
+async def test_every_holder_counts_as_alive_right_after_a_connection(clock: Clock) -> None:
+    statuses = StatusBoard()
+    await hear(statuses, "decode-0", "a", "r")
+    clock.now += 60.0  # an outage
+    statuses.heard_nothing_yet()
+    for worker in ("decode-0.a", "decode-7.never-heard"):
+        assert statuses.holder_alive_s(worker, "r", FRESH_S) == pytest.approx(DEAF_S)
+    clock.now += DEAF_S
+    for worker in ("decode-0.a", "decode-7.never-heard"):
+        assert statuses.holder_alive_s(worker, "r", FRESH_S) == 0
+
+
+async def test_a_later_run_of_the_instance_means_that_the_earlier_is_gone(clock: Clock) -> None:
+    statuses = StatusBoard()
+    await hear(statuses, "decode-0", "a", "r")
+    clock.now += 60.0
+    statuses.heard_nothing_yet()
+    await hear(statuses, "decode-0", "b")
+    assert statuses.holder_alive_s("decode-0.a", "r", FRESH_S) == 0
+    assert statuses.holder_alive_s("decode-1.c", "r", FRESH_S) > 0
+
+
+async def test_a_run_that_still_speaks_is_alive_beside_its_successor(clock: Clock) -> None:
+    """A rolling restart may start the next run before it stops the one that holds requests."""
+    statuses = StatusBoard()
+    await hear(statuses, "decode-0", "b", started=2.0, state="starting")
+    await hear(statuses, "decode-0", "a", "r", started=1.0)
+    assert statuses.holder_alive_s("decode-0.a", "r", FRESH_S) > 0
+    await hear(statuses, "decode-0", "a", "r", started=1.0)
+    assert [status.worker for status in statuses.live("decode")] == ["decode-0.b"], "the latest run stands for it"
+
+
+async def test_instances_are_listed_once_and_forgotten_after_their_time(clock: Clock) -> None:
+    statuses = StatusBoard()
+    await hear(statuses, "decode-1", "x")
+    await hear(statuses, "decode-0", "y")
+    assert [status.instance for status in statuses.live()] == ["decode-0", "decode-1"]
+    assert statuses.live("prefill") == []
+    clock.now += STATUS_TTL_S + 0.1
+    assert statuses.live() == []
+
+
+async def test_what_is_remembered_is_bounded(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board, "MAX_RUNS", 10)
+    statuses = StatusBoard()
+    for n in range(50):
+        clock.now += 1.0
+        await hear(statuses, "decode-0", str(n))
+    assert len(statuses._seen) <= 10
