@@ -10,7 +10,7 @@ export OPENBLAS_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test test-parity lint bench bench-engine bench-gpu bench-kv chaos soak wheels compose-test clean
+.PHONY: help install up down test test-parity lint bench bench-engine bench-gpu bench-kv test-operations chaos soak simulate wheels compose-test clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ bench-kv: $(INSTALLED) ## Speed of the KV plane beside a plain memory copy
 	@mkdir -p bench-results
 	$(BIN)/python -m loadgen.kv_bench --json bench-results/bench-kv.json
 
+test-operations: $(INSTALLED) ## Rolling restart of every stage under load, and ten times the load that it can take; five minutes
+	$(BIN)/pytest -m slow -s tests/e2e/test_e2e_rolling.py tests/e2e/test_e2e_overload.py
+
 chaos: $(INSTALLED) ## Kill, stop and cut every process under load and compare every answer, ten minutes
 	@mkdir -p bench-results
 	$(BIN)/python -m loadgen.chaos --json bench-results/chaos.json
@@ -77,6 +80,9 @@ chaos: $(INSTALLED) ## Kill, stop and cut every process under load and compare e
 soak: $(INSTALLED) ## The same in rounds, for HEADRACE_SOAK_MINUTES (60)
 	@mkdir -p bench-results
 	$(BIN)/python -m loadgen.chaos --minutes $${HEADRACE_SOAK_MINUTES:-60} --json bench-results/soak.json
+
+simulate: $(INSTALLED) ## The recovery logic in 20,000 random interleavings on a simulated NATS, about 20 minutes on one core
+	HEADRACE_SIMULATION_SEEDS=20000 $(BIN)/pytest --timeout=3600 tests/simulation/test_simulation.py -k promise
 
 wheels: wheels/.collected ## Collect what the images install, so that they build without a network
 

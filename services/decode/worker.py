@@ -18,7 +18,7 @@ from shared.bus import Bus, Delivery, LogState, WorkQueue
 from shared.engine import Sequence, SequenceStep
 from shared.protocol.blocks import BlockRef, Manifest
 from shared.protocol.jobs import DecodeJob, decode_job
-from shared.protocol.records import Ended, FinishReason, Tokens, Usage
+from shared.protocol.records import Claimed, Ended, FinishReason, Tokens, Usage
 from shared.telemetry import attributes as attr
 from shared.telemetry import tracer
 from shared.telemetry.metrics import DecodeMetrics
@@ -75,8 +75,7 @@ class DecodeWorker(StageWorker):
                 f"{job.request.request_id} has KV layout {job.manifest.layout_id}, this worker has {ours}: "
                 "start prefill and decode with the same model, dtype and block size"
             )
-        assumed = LogState(epoch=job.epoch, last_seq=job.log_seq, output_ids=list(job.output_ids))
-        return Work(job.request, assumed, lambda holding: self._decode(holding, job))
+        return Work(job.request, _assumed(job), lambda holding: self._decode(holding, job))
 
     async def _decode(self, holding: Holding, job: DecodeJob) -> None:
         end_turn = await self._turns.take(job.manifest, self._settings.block_tokens)
@@ -236,6 +235,12 @@ class DecodeWorker(StageWorker):
                 if time.monotonic() - renewed_s.get(request_id, -math.inf) >= self._settings.lease_s / 3:
                     renewed_s[request_id] = time.monotonic()
                     await self._kv.renew(request_id, self._settings.lease_s)
+
+
+def _assumed(job: DecodeJob) -> LogState:
+    """How the log stood at hand-over, as far as it matters: whose claim was the first is not told, only when."""
+    claims = [Claimed(job.epoch, "prefill", "", job.first_claim_unix_s)] if job.first_claim_unix_s else []
+    return LogState(epoch=job.epoch, claims=claims, last_seq=job.log_seq, output_ids=list(job.output_ids))
 
 
 def token_records(steps: list[SequenceStep], epoch: int, index: int) -> Iterator[Tokens]:

@@ -121,7 +121,7 @@ class Admission:
         """
         if call.model != self._model:
             raise unknown_model(call.model, self._model)
-        self._limits.check_choices(call.n, len(call.prompts))
+        self._limits.check_choices(call.n, len(call.prompts), followed=held is not None)
         if held is not None:
             held.enter_context(self._limits.slots(call.choices - 1))
         if terms.idempotency_key is None:
@@ -181,6 +181,7 @@ class Admission:
         held: AsyncExitStack | None,
     ) -> Ticket:
         """Begin a run. Raises LogExists when its id is taken, ApiError when it cannot be stored or must not be."""
+        self._limits.check_size(call.n, len(call.prompts), call.priority)
         wanted = (call.priority, call.choices, terms.queue_timeout_s)
         self._limits.check(*wanted)  # first of all, since it costs nothing
         ids = [choice_request_id(request_id, choice) for choice in range(call.choices)]

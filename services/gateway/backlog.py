@@ -115,17 +115,20 @@ class Backlog:
         if wait_s > self._patience.allowed_s(time.monotonic()):
             raise self.full(priority, f"The system is busy: requests would wait about {wait_s:.0f} s; try again.")
         # Were it let in now and overtaken by higher ones later, it would wait in vain.
-        if max(self._expected_wait_s(priority, count), self._longest_wait_s(priority)) > queue_timeout_s:
+        longest_s = max(self._expected_wait_s(priority, count), self._longest_wait_s(priority))
+        if longest_s > queue_timeout_s:
             raise self.full(
                 priority,
-                f"The system is busy: no worker may take the request within its queue time-out of {queue_timeout_s:g} "
-                "s; try again, or allow it more.",
+                f"The system is busy: a worker may take the request only after {longest_s:.0f} s, and its queue "
+                f"time-out is {queue_timeout_s:g} s; try again, or allow it more.",
+                longest_s - queue_timeout_s,
             )
 
-    def full(self, priority: Priority, message: str) -> ApiError:
-        """The refusal of work that the queue does not take, or not now."""
+    def full(self, priority: Priority, message: str, after_s: float | None = None) -> ApiError:
+        """The refusal of work that the queue does not take, or not now: until `after_s` from now, if that is known."""
         self._patience.refused(time.monotonic())
-        return overloaded(503, "queue_full", message, self.retry_after_s(priority))
+        retry_after_s = self.retry_after_s(priority) if after_s is None else bounded_s(after_s)
+        return overloaded(503, "queue_full", message, retry_after_s)
 
     def retry_after_s(self, priority: Priority = "normal") -> int:
         """When a refused client may come again: once what waits now has been drained. A setting while no rate is known.
@@ -150,8 +153,8 @@ class Backlog:
         longest_s = 0.0
         for stage, waiting in self._queues():
             if (per_s := stage.rate.per_s()) is not None:
-                pulls = most_pulls_until(waiting[priority], priority)
-                longest_s = max(longest_s, (pulls - stage.free) / per_s)
+                ahead = max(waiting[priority] - stage.free, 0)  # no turn is needed for a slot that is free
+                longest_s = max(longest_s, most_pulls_until(ahead, priority) / per_s)
         return longest_s
 
     def _queues(self) -> list[tuple[_Stage, dict[Priority, int]]]:

@@ -67,6 +67,10 @@ class DeadLetters:
         """Until cancelled."""
         await self._responder.run()
 
+    async def finish(self, patience_s: float) -> None:
+        """See `Responder.finish`."""
+        await self._responder.finish(patience_s)
+
     async def _answer(self, message: Msg) -> dict[str, Any] | None:
         seq = parse_json(message.data).get("seq")
         if type(seq) is not int or not 0 < seq <= MAX_SEQ:

@@ -37,7 +37,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class _Span:
-    """A time in which work was waiting all along, and the growth of the counts in it."""
+    """A time at whose beginning work was waiting, and the growth of the counts in it.
+
+    Were it to wait at the end as well, a pull that empties a short queue would never be seen.
+    """
 
     ended_s: float
     busy_s: float
@@ -66,7 +69,7 @@ class DrainRate:
         pulled, left = sample.pulled - last.pulled, sample.left - last.left
         if pulled < 0 or left < 0:  # the stream or its consumers were made again
             self._spans.clear()
-        elif served and last.waiting > 0 and sample.waiting > 0:
+        elif served and last.waiting > 0:
             self._spans.append(_Span(sample.at_s, sample.at_s - last.at_s, pulled, left))
         while self._spans and (
             self._spans[0].ended_s < sample.at_s - FORGOTTEN_S

@@ -36,12 +36,14 @@ class Ending:
     """A terminal record to append, unless the log has one by then.
 
     `may_come`: it is not known whether the log was begun; its first record may still be on its way.
+    `unclaimed_only`: not once a worker has claimed the request.
     """
 
     accepted: Accepted
     reason: FinishReason
     error: ErrorInfo | None = None
     may_come: bool = False
+    unclaimed_only: bool = False
 
 
 class Endings:
@@ -78,7 +80,8 @@ class Endings:
             self.request(ending)
 
     async def end(self, ending: Ending) -> bool:
-        """Append the terminal record now and take the work out of the queues. False when the log had ended already.
+        """Append the terminal record now and take the work out of the queues. False when the log had ended already, or
+        is a worker's and was to be ended only if it was not.
 
         Raises RequestUnknown, or PublishFailed without NATS.
         """
@@ -90,7 +93,13 @@ class Endings:
             error=ending.error,
             by=self._worker,
         )
-        first = await self._bus.end_request(accepted.tenant, accepted.request_id, ended)
+        names = (accepted.tenant, accepted.request_id)
+        if ending.unclaimed_only:
+            first = await self._bus.end_request(*names, ended, unclaimed_only=True)
+            if not first and not isinstance((await self._bus.open_log(*names).last()).record, Ended):
+                return False
+        else:
+            first = await self._bus.end_request(*names, ended)
         if first:
             code = ending.error.code if ending.error else None
             log.info("request_ended_from_outside", request_id=accepted.request_id, reason=ending.reason, code=code)
@@ -109,6 +118,16 @@ class Endings:
             except (nats.errors.Error, APIError, TimeoutError) as error:
                 log.warning("work_not_withdrawn", request_id=accepted.request_id, stream=stream, error=str(error))
 
+    async def finish(self, patience_s: float) -> None:
+        """Returns when all that was requested so far is done, or after `patience_s`: the other gateways' sweeps end the
+        rest at its deadline.
+        """
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._pending.join()
+        except TimeoutError:
+            log.warning("endings_left", count=self._pending.qsize())
+
     async def run(self) -> None:
         """Work until cancelled."""
         async with asyncio.TaskGroup() as group:
@@ -123,6 +142,7 @@ class Endings:
                     await self._insist(ending)
             except TimeoutError:
                 log.error("request_not_ended", request_id=ending.accepted.request_id, reason=ending.reason)
+            self._pending.task_done()
 
     async def _insist(self, ending: Ending) -> None:
         give_up_s = LATE_S if ending.may_come else 0.0

@@ -169,6 +169,7 @@ class Follower:
                 "This gateway is stopping. The request goes on: follow it by its id, through another gateway or later.",
                 type=SERVER,
                 code="gateway_stopping",
+                headers={"Retry-After": "1"},
             )
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from typing import Final
 
 from services.gateway.admission import Admission
 from services.gateway.attachment import Attachments
@@ -26,6 +27,11 @@ from shared.protocol.status import InstanceStatus
 from shared.protocol.subjects import STATUS_PING, Stage
 from shared.telemetry import LoopLagMonitor
 from shared.telemetry.metrics import GatewayMetrics
+
+FINISH_S: Final = 4.0
+"""How long a gateway that stops may take to answer what it has taken over NATS and to end what is to be ended."""
+
+LEAST_FINISH_S: Final = 1.0
 
 
 class Gateway:
@@ -88,12 +94,18 @@ class Gateway:
         finally:
             self.prompter.close()
 
+    async def finish(self) -> None:
+        """While it drains, before `run` is cancelled: answer what came over NATS, and end what is to be ended."""
+        give_up = time.monotonic() + FINISH_S
+        await asyncio.gather(self._submissions.finish(FINISH_S), self._dead_letters.finish(FINISH_S))
+        await self.endings.finish(max(give_up - time.monotonic(), LEAST_FINISH_S))
+
     def end_overdue(self, accepted: Accepted, overdue: Overdue, has_output: bool) -> None:
         """Have a request ended that is past a deadline, with the reason that the status board suggests."""
         stage: Stage = "decode" if has_output else "prefill"
         workers = self.bus.statuses.live(stage, accepted.model)
         error = overdue_error(overdue, stage, workers, time.time() - accepted.created_unix_s)
-        self.endings.request(Ending(accepted, "error", error))
+        self.endings.request(Ending(accepted, "error", error, unclaimed_only=overdue == "queue"))
 
     def status(self) -> InstanceStatus:
         self.metrics.process.num_running.set(self.limits.active)

@@ -58,17 +58,22 @@ class Limits:
         finally:
             self.active -= count
 
-    def check_choices(self, n: int, prompts: int) -> None:
-        """Raises ApiError 400 for more answers than one request may ask for."""
+    def check_choices(self, n: int, prompts: int, *, followed: bool) -> None:
+        """Raises ApiError 400 for more answers than one request may ask for.
+
+        `followed`: this gateway would carry each of them.
+        """
         most_n, most = self._settings.max_n, self._settings.max_choices
         if n > most_n:
             raise invalid(f"'n' may be {most_n} at most on this server.", "n", "invalid_value")
-        if n * prompts > most:
-            raise invalid(
-                f"{prompts} prompts with n={n} ask for {n * prompts} answers; one request may ask for {most}.",
-                "prompt" if prompts > 1 else "n",
-                "invalid_value",
-            )
+        _check_answers(n, prompts, min(most, self._settings.max_concurrent) if followed else most)
+
+    def check_size(self, n: int, prompts: int, priority: Priority) -> None:
+        """Raises ApiError 400 for a new request that would not fit into an empty queue, or is more than its tenant may
+        have: to try again would be in vain.
+        """
+        most, of_tenant = self._settings.max_queued[priority], self._settings.max_tenant_unfinished
+        _check_answers(n, prompts, min(most, of_tenant) if of_tenant else most)
 
     def check(self, priority: Priority, choices: int, queue_timeout_s: float) -> None:
         """Raises ApiError 503 when the choices would wait too long, the log has no room, or NATS is away."""
@@ -109,3 +114,12 @@ class Limits:
         stored = datetime.fromisoformat((oldest.headers or {})["Nats-Time-Stamp"][:19]).replace(tzinfo=UTC)
         longest_s = 2 * self._settings.max_timeout_s  # in the queue, and from then on
         return (datetime.now(UTC) - stored).total_seconds() < longest_s
+
+
+def _check_answers(n: int, prompts: int, most: int) -> None:
+    if n * prompts > most:
+        raise invalid(
+            f"{prompts} prompts with n={n} ask for {n * prompts} answers; one request may ask for {most}.",
+            "prompt" if prompts > 1 else "n",
+            "invalid_value",
+        )

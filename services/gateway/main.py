@@ -61,6 +61,8 @@ async def serve(settings: GatewaySettings, listener: socket.socket) -> None:
                 beside = [group.create_task(gateway.run(), name="gateway"), group.create_task(bus.watch())]
                 log.info("listening", url=url, model=model.name, worker=gateway.worker)
                 await server.serve(sockets=[listener])
+                if not server.force_exit:
+                    await gateway.finish()
                 for task in beside:
                     task.cancel()
         except ExceptionGroup as failed:

@@ -25,6 +25,9 @@ class Turnover:
         """When it was looked, and how many had left since the look before."""
 
     def look(self, at_s: float, unfinished: frozenset[str]) -> None:
+        if self._looks and at_s - self._looks[-1][0] > WINDOW_S:  # nobody knows when those left
+            self._looks.clear()
+            self._last = frozenset()
         self._looks.append((at_s, len(self._last - unfinished)))
         self._last = unfinished
         while len(self._looks) > 2 and self._looks[1][0] < at_s - WINDOW_S:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import nats.errors
@@ -14,6 +14,8 @@ from nats.aio.msg import Msg
 from services.gateway.errors import ApiError, internal, overloaded
 from shared.bus import Bus
 from shared.protocol.subjects import encode_token
+
+STOPPING_RETRY_S: Final = 1
 
 log = structlog.get_logger(__name__)
 
@@ -50,9 +52,11 @@ class Responder:
         self._workers = workers
         self._retry_after_s = retry_after_s
         self._pending: asyncio.Queue[Msg] = asyncio.Queue(max_pending)
+        self._took_all = asyncio.Event()
+        """Set when the gateway drains and all that NATS had sent to it is in `pending` or answered."""
 
     async def run(self) -> None:
-        """Until cancelled. Takes nothing new once the gateway drains."""
+        """Until cancelled. Takes nothing new once the gateway drains, and answers what it has taken."""
         subscription = await self._bus.client.subscribe(
             self._subject, queue=f"gateways-{encode_token(self._model)}", cb=self._on_message
         )
@@ -61,10 +65,27 @@ class Responder:
                 for n in range(self._workers):
                     group.create_task(self._work_off(), name=f"{self._subject}-{n}")
                 await self._draining.wait()
-                await subscription.unsubscribe()
+                try:
+                    await subscription.drain()  # type: ignore[no-untyped-call]
+                except (nats.errors.Error, TimeoutError) as error:
+                    log.warning("subscription_not_drained", subject=self._subject, error=str(error))
+                self._took_all.set()
         finally:
             if not self._draining.is_set() and not self._bus.client.is_closed:
                 await subscription.unsubscribe()
+
+    async def finish(self, patience_s: float) -> None:
+        """While it drains: returns when all that was taken is answered. What is left after `patience_s` is refused."""
+        try:
+            async with asyncio.timeout(patience_s):
+                await self._took_all.wait()
+                await self._pending.join()
+        except TimeoutError:
+            log.warning("messages_refused", subject=self._subject, count=self._pending.qsize())
+        text = "This gateway is stopping; try again."
+        answer = refusal(overloaded(503, "gateway_stopping", text, STOPPING_RETRY_S))
+        while not self._pending.empty():
+            await _reply(self._pending.get_nowait(), answer)
 
     def is_anothers(self, model: object) -> bool:
         """Whether a live gateway of another model will answer."""
@@ -96,6 +117,7 @@ class Responder:
                 answer = refusal(internal())
             if answer is not None:
                 await _reply(message, answer)
+            self._pending.task_done()
 
 
 def refusal(error: ApiError) -> dict[str, Any]:

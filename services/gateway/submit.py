@@ -65,6 +65,10 @@ class Submissions:
         """Until cancelled."""
         await self._responder.run()
 
+    async def finish(self, patience_s: float) -> None:
+        """See `Responder.finish`."""
+        await self._responder.finish(patience_s)
+
     async def _answer(self, message: Msg) -> dict[str, Any] | None:
         headers = {name.lower(): value for name, value in (message.headers or {}).items()}
         fields = parse_json(message.data)

@@ -23,7 +23,7 @@ from services.gateway.choice_groups import ChoiceGroups
 from services.gateway.deadlines import Deadlines, Overdue
 from services.gateway.endings import Endings
 from services.gateway.openings import read_opening
-from shared.bus import Bus, BusError, RequestKey, RequestUnknown, list_subjects, request_key
+from shared.bus import Bus, BusError, RequestKey, RequestUnknown, list_subjects, request_keys
 from shared.protocol.records import Accepted
 from shared.protocol.streams import JOBS, LOG, REQUESTS
 
@@ -101,8 +101,8 @@ class Sweep:
         queued: dict[RequestKey, bool] = {}
         # In this order: work is put into the second queue before it is taken out of the first.
         for spec in (*REQUESTS.values(), JOBS):
-            for subject in await list_subjects(self._bus.client, spec.name):
-                queued[request_key(subject)] = spec is JOBS
+            for key in request_keys(await list_subjects(self._bus.client, spec.name)).values():
+                queued[key] = spec is JOBS
         return queued
 
     def _gateway_vanished(self) -> bool:
@@ -155,9 +155,9 @@ class Sweep:
     async def _find_orphans(self, queued: Mapping[RequestKey, bool]) -> None:
         """Logs that hold one record only and have no work queued."""
         found = 0
-        for subject, count in (await list_subjects(self._bus.client, LOG.name)).items():
-            key = request_key(subject)
-            if count != 1 or key in queued or key in self._watched or len(self._watched) >= MAX_WATCHED:
+        counts = await list_subjects(self._bus.client, LOG.name)
+        for subject, key in request_keys(counts).items():
+            if counts[subject] != 1 or key in queued or key in self._watched or len(self._watched) >= MAX_WATCHED:
                 continue
             accepted, _ = await read_opening(self._bus, key)
             if accepted is not None:

@@ -251,6 +251,7 @@ class PrefillWorker(StageWorker):
             log_seq=holding.log.last_seq,
             published_unix_s=time.time(),
             cached_tokens=cached_tokens,
+            first_claim_unix_s=holding.first_claim_unix_s,
         )
         while True:
             try:

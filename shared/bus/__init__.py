@@ -16,7 +16,7 @@ from shared.bus.errors import (
 )
 from shared.bus.follow import LogReader
 from shared.bus.log import LogEntry, LogState, RequestLog
-from shared.bus.queues import QueueReading, QueueReadings, RequestKey, list_subjects, request_key
+from shared.bus.queues import QueueReading, QueueReadings, RequestKey, list_subjects, request_key, request_keys
 from shared.bus.work import ACK_WAIT_S, RENEW_S, WEIGHTS, Delivery, WorkQueue
 
 __all__ = [
@@ -47,4 +47,5 @@ __all__ = [
     "list_subjects",
     "new_worker_id",
     "request_key",
+    "request_keys",
 ]

@@ -52,23 +52,30 @@ class StatusBoard:
             if stage in (None, status.stage) and model in (None, "", status.model)
         ]
 
-    def holder_alive_s(self, worker: str, request_id: str, within_s: float) -> float:
+    def holder_alive_s(self, worker: str, request_id: str, within_s: float, claimed_unix_s: float = 0.0) -> float:
         """For how long from now the named run of a worker counts as working on this request: until what it said last
         is `within_s` old. 0 when it counts as gone.
+
+        `claimed_unix_s` is when it claimed the request, by its own clock: what it said before does not tell that it
+        does not work on it, only that it was there.
 
         Right after (re)connecting nobody had the chance to say anything, and every worker counts as alive, unless a
         later run of its instance is there.
         """
         now = time.monotonic()
         instance = worker.rpartition(".")[0]
-        replaced = False
+        replaced, fresh_s = False, 0.0
         for heard, status in self._seen.values():
             if status.worker == worker:
                 if heard + within_s > now:
-                    return heard + within_s - now if request_id in status.holds else 0.0
+                    if request_id in status.holds:
+                        return heard + within_s - now
+                    if status.sent_unix_s >= claimed_unix_s:
+                        return 0.0
+                    fresh_s = heard + within_s - now
             elif status.instance == instance and heard >= self._deaf_until_s - DEAF_S:
                 replaced = True
-        return 0.0 if replaced else max(self._deaf_until_s - now, 0.0)
+        return max(fresh_s, 0.0 if replaced else self._deaf_until_s - now)
 
     def heard_nothing_yet(self) -> None:
         """The connection was made (again) just now."""

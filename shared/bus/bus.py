@@ -78,6 +78,8 @@ class _Link:
 
     statuses: StatusBoard = field(default_factory=StatusBoard)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
+    """The connection is gone for good, or this instance cannot announce itself any more: `failure` says so."""
+    failure: BaseException | None = None
     closing: bool = False
 
 
@@ -170,7 +172,13 @@ class Bus:
         self._announcer = Announcer(self.client, report)
         task = asyncio.create_task(self._announcer.run(), name="announcer")
         self._tasks.add(task)
-        task.add_done_callback(_log_failure)
+        task.add_done_callback(self._on_announcer_ended)
+
+    def _on_announcer_ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("announcer_failed", error=repr(error), exc_info=error)
+            self._link.failure = error
+            self._link.closed.set()
 
     async def announce_now(self) -> None:
         """Let the others know at once what has changed; before `announce` it does nothing."""
@@ -178,12 +186,15 @@ class Bus:
             await self._announcer.publish()
 
     async def watch(self) -> None:
-        """Returns never; raises ConnectionLost when the client gave up its connection for good.
+        """Returns never; raises ConnectionLost when the client gave up its connection for good, and BusError when this
+        instance could not go on announcing itself: it would serve, and look dead to all others.
 
         nats-py reconnects without limit after a lost server but not after an error that the server sent it, such as
         permissions that were taken away. A service then ends, and its supervisor starts it again.
         """
         await self._link.closed.wait()
+        if self._link.failure is not None:
+            raise BusError(f"the status is announced no more: {self._link.failure!r}; restart the service")
         raise ConnectionLost("NATS closed this connection for good, see the log; restart the service")
 
     async def on_cancel(self, callback: Callable[[str], Awaitable[None]]) -> None:
@@ -213,15 +224,16 @@ class Bus:
         """`async with bus.follow(...) as reader: async for entry in reader`; ends after the terminal record."""
         return LogReader(self.client, tenant, request_id, after_seq)
 
-    async def end_request(self, tenant: str, request_id: str, ended: Ended) -> bool:
+    async def end_request(self, tenant: str, request_id: str, ended: Ended, *, unclaimed_only: bool = False) -> bool:
         """Append a terminal record from outside (cancel, deadline) and tell the holders.
 
-        False when the log had ended already. Raises RequestUnknown, or PublishFailed without NATS.
+        False when the log had ended already, or with `unclaimed_only` when a worker has claimed it. Raises
+        RequestUnknown, or PublishFailed without NATS.
         """
         request_log = self.open_log(tenant, request_id)
         while True:
             state = await request_log.state()
-            if state.ended is not None:
+            if state.ended is not None or (unclaimed_only and state.claims):
                 return False
             try:
                 await request_log.append(_complete(ended, state.epoch, len(state.output_ids)), patience_s=5.0)
@@ -373,11 +385,6 @@ def _complete(ended: Ended, epoch: int, completion_tokens: int) -> Ended:
     """Fill in what only the log knows."""
     usage = msgspec.structs.replace(ended.usage, completion_tokens=completion_tokens)
     return msgspec.structs.replace(ended, epoch=epoch, usage=usage)
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and task.exception() is not None:
-        log.error("bus_task_failed", task=task.get_name(), error=repr(task.exception()))
 
 
 async def _connect(url: str, name: str, wait_s: float, link: _Link) -> Client:

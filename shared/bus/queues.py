@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import msgspec
+import structlog
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.errors import APIError, NotFoundError
@@ -16,6 +17,8 @@ from shared.protocol.streams import JOBS, REQUESTS, StreamSpec
 from shared.protocol.subjects import Priority, decode_token, tenant_filters
 
 LIST_S: Final = 5.0
+
+log = structlog.get_logger(__name__)
 
 RequestKey = tuple[str, str]
 """Tenant and request id."""
@@ -77,13 +80,27 @@ async def unfinished_of(client: Client, tenant: str) -> set[str]:
     # In this order: work is put into the second queue before it is taken out of the first.
     found = await asyncio.gather(*(list_subjects(client, spec.name, subjects) for spec, subjects in places))
     found.append(await list_subjects(client, JOBS.name, jobs))
-    return {request_key(subject)[1] for subjects_found in found for subject in subjects_found}
+    return {request_id for subjects_found in found for _, request_id in request_keys(subjects_found).values()}
 
 
 def request_key(subject: str) -> RequestKey:
-    """The last two tokens of every request's subjects."""
+    """The last two tokens of every request's subjects. Raises ValueError when they are no encoded names."""
     tenant, request_id = subject.split(".")[-2:]
     return decode_token(tenant), decode_token(request_id)
+
+
+def request_keys(subjects: Iterable[str]) -> dict[str, RequestKey]:
+    """The keys of those subjects that have one. Others were published by a stranger: they are logged and left alone."""
+    keys: dict[str, RequestKey] = {}
+    strange: list[str] = []
+    for subject in subjects:
+        try:
+            keys[subject] = request_key(subject)
+        except ValueError:
+            strange.append(subject)
+    if strange:
+        log.warning("subjects_not_understood", count=len(strange), first=strange[0])
+    return keys
 
 
 class _Subjects(msgspec.Struct):

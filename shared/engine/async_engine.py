@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import structlog
 import torch
@@ -33,16 +33,23 @@ _TICK_S = 0.5
 _BLOCKED_S = 0.05
 """Pause when sequences wait but nothing can run, since no blocks are free."""
 
+_BROKEN_AFTER = 3
+"""This many steps in a row that raised: it is the engine, not what it was given."""
+
 
 class AsyncEngine:
     """`on_steps` and `on_failure` are called on the event loop that called `start`.
 
-    When a step raises, every started sequence is released and reported through `on_failure`; the engine goes on.
+    When a step raises, every started sequence is released and reported through `on_failure`; the engine goes on. When
+    `fault` is set it is of no use any more: only a new process helps.
     """
 
     def __init__(self, engine: Engine, on_steps: OnSteps, on_failure: OnFailure) -> None:
         self.engine = engine
         self.progress_unix_s = time.time()
+        self.fault: Literal["", "engine_dead", "engine_broken"] = ""
+        """Dead: the thread ended unasked. Broken: every step raises."""
+        self._failed_in_a_row = 0
         self._on_steps = on_steps
         self._on_failure = on_failure
         self._inbox: deque[Callable[[], None]] = deque()
@@ -131,6 +138,8 @@ class AsyncEngine:
                 self._turn()
         finally:
             with self._wake:
+                if not self._stopping:
+                    self.fault = "engine_dead"
                 self._stopping, self._open = True, False
             while self._inbox:  # nobody may wait for an answer that never comes
                 self._inbox.popleft()()
@@ -153,20 +162,26 @@ class AsyncEngine:
     def _step(self) -> bool:
         """Returns whether anything ran."""
         engine = self.engine
+        failed = engine.active_ids()  # before the step, which may have paused or ended some of them when it raises
         try:
             steps = engine.step()
         except Exception as error:
-            failed = engine.active_ids()
+            self._failed_in_a_row += 1
+            if self._failed_in_a_row >= _BROKEN_AFTER:
+                self.fault = "engine_broken"
+            engine.take_failures()  # told with the others
             for seq_id in failed:
                 engine.release(seq_id)
             _log.error("step_failed", sequences=len(failed), error=repr(error), exc_info=True)
             self._send(self._on_failure, failed, error)
             return True
         if steps:
+            self._failed_in_a_row = 0
             self._send(self._on_steps, steps, engine.last_stats)
         failures = engine.take_failures()
         for seq_id, failure in failures:
             engine.release(seq_id)
+            _log.error("sequence_failed", seq_id=seq_id, error=repr(failure), exc_info=failure)
             self._send(self._on_failure, [seq_id], failure)
         return bool(steps or failures)
 

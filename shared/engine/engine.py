@@ -56,7 +56,7 @@ class Engine:
             on_allocate=runner.cache.clear,
         )
         self._sequences: dict[str, Sequence] = {}
-        self._failures: list[tuple[str, EngineError]] = []
+        self._failures: list[tuple[str, Exception]] = []
         self._arrivals = itertools.count()
 
     @classmethod
@@ -270,7 +270,7 @@ class Engine:
         """Sequences that were started and have not ended."""
         return [s.seq_id for s in (*self._scheduler.running, *self._scheduler.waiting)]
 
-    def take_failures(self) -> list[tuple[str, EngineError]]:
+    def take_failures(self) -> list[tuple[str, Exception]]:
         """Sequences that failed in steps since the last call; they hold their blocks until release."""
         failures, self._failures = self._failures, []
         return failures
@@ -280,7 +280,8 @@ class Engine:
     def step(self) -> list[SequenceStep]:
         """One forward over what the scheduler chose. Returns what happened to each sequence that took part.
 
-        A sequence whose logits are unusable is left out and told by `take_failures`.
+        A sequence whose logits are unusable, or that fails otherwise on its own, is left out and told by
+        `take_failures`. What is raised, such as a failed forward, concerns all that were in the batch.
         """
         started_s = time.monotonic()
         work = self._scheduler.schedule()
@@ -291,9 +292,10 @@ class Engine:
             for item in work:
                 rows = 1 + len(item.drafts) if item.samples else 0
                 try:
-                    steps.append(self._finish_work(item, logits[row : row + rows]))
+                    step = self._finish_work(item, logits[row : row + rows])
                     self._scheduler.commit(item.sequence)
-                except BadLogits as error:
+                    steps.append(step)
+                except Exception as error:  # its own, whatever it is: the others' steps must not be lost with it
                     self._scheduler.disown(item.sequence)
                     self._scheduler.remove(item.sequence)
                     item.sequence.state = "failed"

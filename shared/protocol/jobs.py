@@ -40,8 +40,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """An accepted request. `log_seq` is the stream sequence of its `Accepted` record.
 
-    `queue_deadline_unix_s` bounds the wait for the first worker, `compute_timeout_s` the time from its claim to the end,
-    and `deadline_unix_s` the whole request, whatever happens; see `shared.protocol.deadlines`.
+    `queue_deadline_unix_s` bounds the wait for the first worker, `compute_timeout_s` the time from its claim to the
+    end, and `deadline_unix_s` the whole request, whatever happens; see `shared.protocol.deadlines`.
     `salt` separates the KV blocks of tenants.
     """
 
@@ -63,7 +63,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class DecodeJob(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A prefilled request: its KV blocks and the tokens that its log held at hand-over (`log_seq`, `epoch`)."""
+    """A prefilled request: its KV blocks and the tokens that its log held at hand-over (`log_seq`, `epoch`).
+
+    `first_claim_unix_s` is when its compute time began, see `shared.protocol.deadlines`; 0 when unknown.
+    """
 
     request: GenerationRequest
     manifest: Manifest
@@ -72,6 +75,7 @@ class DecodeJob(msgspec.Struct, frozen=True, omit_defaults=True):
     log_seq: int
     published_unix_s: float
     cached_tokens: int = 0
+    first_claim_unix_s: float = 0.0
     v: int = 1
 
 

@@ -38,8 +38,11 @@ def encode_token(name: str) -> str:
 
 
 def decode_token(token: str) -> str:
-    """Undo `encode_token`."""
-    return _ESCAPED.sub(lambda m: chr(int(m.group(1), 16)), token)
+    """Undo `encode_token`. Raises ValueError for what that cannot have made."""
+    try:
+        return _ESCAPED.sub(lambda m: chr(int(m.group(1), 16)), token)
+    except OverflowError as error:
+        raise ValueError("the subject token names a character that does not exist") from error
 
 
 def log_subject(tenant: str, request_id: str) -> str:

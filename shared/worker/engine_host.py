@@ -119,6 +119,11 @@ class EngineHost:
         return self.async_engine.progress_unix_s
 
     @property
+    def fault(self) -> str:
+        """Why nothing can be computed here any more; empty as long as all is well."""
+        return self.async_engine.fault
+
+    @property
     def context_length(self) -> int:
         return self._engine.context_length
 
@@ -150,11 +155,13 @@ class EngineHost:
         that is cancelled in here leaves nothing behind. Raises Unservable, EngineError.
         """
         loop = asyncio.get_running_loop()
+        made: list[Sequence] = []
 
         def create(engine: Engine) -> tuple[Sequence, bool]:
             sequence = engine.new_sequence(
                 seq_id, token_ids, num_prompt, params, prefill_only=prefill_only, speculate=speculate, salt=salt
             )
+            made.append(sequence)
             # From here, so that it comes behind the last step of an earlier sequence of this id and before its own.
             loop.call_soon_threadsafe(self.feed.open, seq_id)
             if pin:
@@ -164,7 +171,7 @@ class EngineHost:
         try:
             sequence, settled = await self.async_engine.call(create)
         except BaseException as error:
-            self._release(seq_id)  # a call whose caller is cancelled still runs, and this one runs behind it
+            self._release(seq_id, made)  # a call whose caller is cancelled still runs, and this one runs behind it
             if isinstance(error, (PromptTooLong, SequenceTooLarge)):
                 raise Unservable("context_length_exceeded", str(error)) from error
             raise
@@ -225,12 +232,19 @@ class EngineHost:
         """
         self._release(sequence.seq_id)
 
-    def _release(self, seq_id: str) -> None:
-        def released() -> None:
-            self.feed.close(seq_id)
-            self._freed.set()
+    def _release(self, seq_id: str, made: list[Sequence] | None = None) -> None:
+        """With `made` only if that is not empty by then: what an opening did not make is another's."""
 
-        self.async_engine.post(lambda engine: engine.release(seq_id), released)
+        def release(engine: Engine) -> None:
+            if made is None or made:
+                engine.release(seq_id)
+
+        def released() -> None:
+            if made is None or made:
+                self.feed.close(seq_id)
+                self._freed.set()
+
+        self.async_engine.post(release, released)
 
     def _on_steps(self, steps: list[SequenceStep], stats: StepStats) -> None:
         self._metrics.step_seconds.observe(stats.duration_s)

@@ -24,6 +24,10 @@ class Unservable(Exception):
         self.code = code
 
 
+class WorkerUnfit(Exception):
+    """This worker cannot go on, through no fault of the request; another one can."""
+
+
 @dataclass
 class Holding:
     """A claimed request. `state` is the log as it stood at the claim; `log` appends under the claim's epoch."""
@@ -46,6 +50,11 @@ class Holding:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def first_claim_unix_s(self) -> float:
+        """When its compute time began."""
+        return self.state.claims[0].at_unix_s if self.state.claims else self.claimed_unix_s
 
     @property
     def deadline_unix_s(self) -> float:

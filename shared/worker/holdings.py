@@ -25,7 +25,7 @@ from shared.bus import (
 from shared.protocol.jobs import GenerationRequest
 from shared.protocol.records import Claimed, Ended, ErrorInfo, HandedBack, Usage
 from shared.telemetry.metrics import QueueMetrics
-from shared.worker.holding import Holding, StopReason, Unservable, deadline_of, is_ours
+from shared.worker.holding import Holding, StopReason, Unservable, WorkerUnfit, deadline_of, is_ours
 from shared.worker.takeover import Decision, WorkStage, crashed_claims, decide
 
 HOLDER_WAIT_S = 1.0
@@ -149,7 +149,8 @@ class Holdings:
         """For how long the holder's last word counts, from now on."""
         if state.holder is None:
             return 0.0
-        return self._bus.statuses.holder_alive_s(state.holder.worker, request_id, HOLDER_FRESH_S)
+        holder = state.holder
+        return self._bus.statuses.holder_alive_s(holder.worker, request_id, HOLDER_FRESH_S, holder.at_unix_s)
 
     async def _claim(self, delivery: Delivery, request: GenerationRequest, state: LogState, *, alone: bool) -> Holding:
         """Raises AppendRefused when the log has grown since."""
@@ -212,7 +213,8 @@ class Holdings:
         if decision.action == "give_up":
             await self._bus.bury(self._stage, request, decision.reason, crashed)
         ended = self._ended_with_error(request, state.epoch, len(state.output_ids), decision.reason)
-        await self._bus.open_log(request.tenant, request.request_id, state.last_seq).append(ended)
+        request_log = self._bus.open_log(request.tenant, request.request_id, state.last_seq)
+        await request_log.append(ended, patience_s=CLAIM_PATIENCE_S)  # redelivery settles what could not be told
         await self._bus.broadcast_cancel(request.request_id)
         log.warning("request_ended", request_id=request.request_id, code=decision.reason, crashed=crashed)
 
@@ -229,8 +231,8 @@ class Holdings:
         """Run `work` and settle the delivery by how it ends.
 
         Returned: ack. Refused append: somebody else holds it, touch nothing. Stopped: see `_settle_stopped`. NATS away
-        for too long: hand back. Any other failure counts as a crash: give back with a delay. Raises BusError when NATS
-        is away at the end; redelivery settles it then.
+        for too long, or WorkerUnfit: hand back. Any other failure counts as a crash: give back with a
+        delay. Raises BusError when NATS is away at the end; redelivery settles it then.
         """
         left_s = max(holding.deadline_unix_s - time.time(), 0.0)
         deadline = asyncio.get_running_loop().call_later(left_s, holding.stop, "deadline")
@@ -266,7 +268,7 @@ class Holdings:
             await holding.log.append(Ended(epoch=holding.epoch, reason="error", usage=usage, error=info))
             await holding.delivery.ack()
             await self._on_dropped(holding.request_id)
-        except PublishFailed as error:
+        except (PublishFailed, WorkerUnfit) as error:
             log.warning("request_handed_back", request_id=holding.request_id, error=str(error))
             await self._hand_back(holding)
         except Exception:
@@ -343,7 +345,8 @@ class Holdings:
         return None if is_ours(last, holding) else "lost"
 
     async def on_cancel(self, request_id: str) -> None:
-        """A hint says that the request has ended; for what is here the log decides, for others it frees leftovers."""
+        """A hint says that the request has ended; whether it has, the log decides. What others left is no concern of
+        this worker: stores free it, with proof."""
         if len(request_id) > MAX_REQUEST_ID_CHARS:
             log.warning("cancel_hint_unusable", characters=len(request_id))
             return
@@ -351,18 +354,22 @@ class Holdings:
         if holding is not None:
             if await self._has_ended(holding.request.tenant, request_id):
                 holding.stop("ended")
-        elif suspect is not None and suspect.request_id == request_id:
-            if await self._has_ended(suspect.tenant, request_id) and self._suspect is suspect:
-                self._suspect = None
-                await suspect.delivery.drop()
-                await self._on_dropped(request_id)
-        else:
+        elif (
+            suspect is not None
+            and suspect.request_id == request_id
+            and await self._has_ended(suspect.tenant, request_id)
+            and self._suspect is suspect
+        ):
+            self._suspect = None
+            await suspect.delivery.drop()
             await self._on_dropped(request_id)
 
     @property
     def exclusive(self) -> bool:
-        """Whether a suspect waits for its turn here or has it: nothing else may be started before it made progress."""
-        return self._suspect is not None or any(h.alone and not h.log.wrote_tokens for h in self._held.values())
+        """Whether nothing new may be started: a suspect waits for its turn here or has it and made no progress yet, or
+        what was handed back still frees what it used, so that its request must not come in again."""
+        unproven = any(h.alone and not h.log.wrote_tokens for h in self._held.values())
+        return unproven or self._suspect is not None or bool(self._cleaning)
 
     async def suspects_turn(self) -> Delivery | None:
         """The suspect that waits, to be taken again, once nothing else is served here; after a while the rest is

@@ -14,13 +14,15 @@ import msgspec
 import structlog
 
 from shared.bus import Bus, BusError, ConnectionLost, Delivery, LogState, WorkQueue
+from shared.engine.errors import EngineStopped
 from shared.protocol.jobs import GenerationRequest
 from shared.protocol.subjects import Stage
 from shared.telemetry import attributes as attr
 from shared.telemetry import extract_context, record_span, tracer
 from shared.telemetry.metrics import QueueMetrics
 from shared.worker.engine_host import EngineHost
-from shared.worker.holdings import Holding, Holdings
+from shared.worker.holding import Holding, WorkerUnfit
+from shared.worker.holdings import Holdings
 
 PULL_WAIT_S = 0.5
 RETRY_S = 0.25
@@ -146,7 +148,7 @@ class StageWorker(ABC):
             return
         free = self._slots - len(self.holdings)
         try:
-            if free <= 0 or self.stalled() or not await self._may_pull():
+            if free <= 0 or self._host.fault or self.stalled() or not await self._may_pull():
                 await self.holdings.wait_freed(RETRY_S)
                 return
             deliveries = await queue.pull(free, PULL_WAIT_S)
@@ -164,7 +166,7 @@ class StageWorker(ABC):
 
     async def _attend_suspect(self, tasks: asyncio.TaskGroup) -> None:
         """One round while a request that may crash its worker waits for its turn, or has it: nothing else begins."""
-        delivery = None if self.stalled() else await self.holdings.suspects_turn()
+        delivery = None if self._host.fault or self.stalled() else await self.holdings.suspects_turn()
         if delivery is None:
             await self.holdings.wait_freed(RETRY_S)
         else:
@@ -220,7 +222,7 @@ class StageWorker(ABC):
             },
         ):
             try:
-                await self.holdings.serve(holding, work.serve)
+                await self.holdings.serve(holding, lambda held: _blameless(work, held))
             except BusError as error:
                 self._note("request_left_to_redelivery", error)
             except Exception as error:
@@ -237,13 +239,15 @@ class StageWorker(ABC):
             await delivery.discard()
 
     async def _exit_when_hung(self) -> None:
-        """A hung engine cannot be interrupted from inside its process.
+        """A hung engine cannot be interrupted from inside its process, nor a dead or broken one mended.
 
-        Counted in checks, so that one that was paused with its whole process is not taken for hung.
+        Silence is counted in checks, so that one that was paused with its whole process is not taken for hung.
         """
         told, silent_checks, progress = False, 0, self._host.progress_unix_s
         while True:
             await asyncio.sleep(STALL_CHECK_S)
+            if self._host.fault:
+                _exit_now(self._host.fault)
             silent_checks = silent_checks + 1 if self._host.progress_unix_s == progress else 0
             progress = self._host.progress_unix_s
             silent_s = silent_checks * STALL_CHECK_S
@@ -257,6 +261,14 @@ class StageWorker(ABC):
     def _note(self, event: str, error: Exception) -> None:
         self.last_error = str(error)
         log.warning(event, stage=self._stage, error=str(error))
+
+
+async def _blameless(work: Work, holding: Holding) -> None:
+    """An engine that has stopped is no failure of the request that comes to it. Raises WorkerUnfit for it."""
+    try:
+        await work.serve(holding)
+    except EngineStopped as error:
+        raise WorkerUnfit(str(error)) from error
 
 
 def _exit_now(event: str, **details: object) -> None:

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from statistics import median
 
 import httpx
+import pytest
 
 from shared.bus import Bus, PublishFailed, RequestKey, list_subjects, request_key
 from shared.protocol.records import Ended
 from shared.protocol.streams import JOBS, LOG, REQUESTS
 from shared.protocol.subjects import PRIORITIES
 from tests.e2e.conftest import MODEL, Stack
+
+pytestmark = pytest.mark.slow
 
 RATE_PER_S = 25.0
 SECONDS = 30.0

@@ -29,7 +29,7 @@ KINDS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "Say what a sluice is. " * 40}], "temperature": 0.0},
 ]
 
-pytestmark = pytest.mark.timeout(RESTART_S + 100)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(RESTART_S + 100)]
 
 
 @dataclass

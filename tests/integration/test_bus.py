@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,10 @@ from shared.bus import (
     DuplicateWork,
     LogExists,
     LogState,
+    RequestLog,
     RequestUnknown,
     ServerMissing,
+    request_keys,
 )
 from shared.protocol.jobs import GenerationRequest, SamplingParams, decode_request
 from shared.protocol.records import Accepted, Claimed, Ended, Tokens, Usage
@@ -111,12 +114,40 @@ async def test_readers_from_any_point_see_each_record_once_in_order(nats_url: st
         assert state.ended is not None
 
 
+async def test_subjects_of_strangers_do_not_hide_a_tenants_requests(own_nats: NatsServer) -> None:
+    strange = "hr.req.m.normal.acme=2e=corp.=ffffff="
+    async with await Bus.connect(own_nats.url, name="t") as bus:
+        await bus.publish_request(request("m", request_id="mine"))
+        await bus.js.publish(strange, b"")
+        assert await bus.unfinished_of("acme.corp") == {"mine"}
+    assert request_keys([strange, "hr.tok.a.b"]) == {"hr.tok.a.b": ("a", "b")}
+
+
 async def test_unknown_requests_are_named(nats_url: str) -> None:
     async with await Bus.connect(nats_url, name="t") as bus:
         with pytest.raises(RequestUnknown, match="nobody"):
             await bus.open_log("default", "nobody").state()
         with pytest.raises(RequestUnknown):
             await bus.end_request("default", "nobody", ended())
+
+
+async def test_a_request_that_is_ended_for_want_of_a_worker_is_left_to_one_that_claims_it_meanwhile(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with await Bus.connect(nats_url, name="t") as bus:
+        begun = accepted()
+        log = await bus.create_log(begun)
+        append = RequestLog.append
+
+        async def be_late(self: RequestLog, record: Any, **more: Any) -> int:
+            monkeypatch.undo()
+            await log.append(Claimed(1, "prefill", "p", time.time()))
+            return await append(self, record, **more)
+
+        monkeypatch.setattr(RequestLog, "append", be_late)
+        assert not await bus.end_request(begun.tenant, begun.request_id, ended(), unclaimed_only=True)
+        assert (await bus.open_log(begun.tenant, begun.request_id).state()).ended is None
+        assert await bus.end_request(begun.tenant, begun.request_id, ended())
 
 
 async def test_only_the_first_canceller_ends_a_request(nats_url: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from services.gateway.endings import Ending, Endings
 from shared.bus import Bus
 from shared.protocol.blocks import Manifest
-from shared.protocol.jobs import DecodeJob
+from shared.protocol.jobs import DecodeJob, GenerationRequest, SamplingParams
 from shared.protocol.records import Accepted, Claimed, Ended
 from shared.protocol.subjects import SUBMIT
 from tests.integration.gateway_harness import (
@@ -117,6 +117,34 @@ async def test_a_record_that_arrives_after_its_request_was_refused_is_ended_too(
 
 
 # The computation
+
+
+async def test_a_queue_time_out_that_comes_after_a_claim_leaves_the_work_where_it_is(bus: Bus) -> None:
+    endings = Endings(bus, "test")
+    now = time.time()
+    accepted = Accepted(f"claimed-{now}", "default", "nobodys", "chat", now, now + 60, 3, 1)
+    log = await bus.create_log(accepted)
+    request = GenerationRequest(
+        accepted.request_id,
+        "default",
+        "nobodys",
+        "chat",
+        "normal",
+        [1, 2, 3],
+        SamplingParams(4, 1),
+        now,
+        now,
+        now + 60,
+        1,
+    )
+    await bus.publish_request(request)
+    await log.append(Claimed(1, "prefill", "p", now))
+    assert not await endings.end(Ending(accepted, "error", None, unclaimed_only=True))
+    assert (await bus.open_log("default", accepted.request_id).state()).ended is None
+    assert any(accepted.request_id in subject.replace("=2e=", ".") for subject in await queued_subjects(bus))
+    assert await endings.end(Ending(accepted, "cancelled"))
+    assert not await endings.end(Ending(accepted, "error", None, unclaimed_only=True))
+    assert not any(".nobodys." in subject for subject in await queued_subjects(bus))
 
 
 async def test_compute_time_counts_from_the_first_worker_and_not_from_the_queue(

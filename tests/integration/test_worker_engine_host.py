@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from prometheus_client import CollectorRegistry
 
-from shared.engine import Sequence
+from shared.engine import EngineError, Sequence
 from shared.models import ModelFiles
 from shared.telemetry.metrics import DecodeMetrics
 from shared.worker.engine_host import EngineHost
@@ -99,6 +99,17 @@ async def test_an_opening_that_is_cancelled_at_any_moment_leaves_nothing(host: E
     await asyncio.wait({opening})
     if not opening.cancelled():
         host.release(opening.result())
+    await until_empty(host)
+
+
+async def test_an_opening_under_an_id_in_use_leaves_the_first_as_it_is(host: EngineHost) -> None:
+    first = await begin(host, "s", PROMPT)
+    with pytest.raises(EngineError, match="exists already"):
+        await host.open("s", OTHER, len(OTHER), sampled(5), salt="")
+    async with asyncio.timeout(20):
+        await first_ids(host, "s", 5)
+    assert first.state != "released"
+    host.release(first)
     await until_empty(host)
 
 

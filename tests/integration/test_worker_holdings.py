@@ -15,6 +15,7 @@ from shared.protocol.jobs import decode_request
 from shared.protocol.records import Claimed, Ended, HandedBack, Tokens, Usage
 from shared.protocol.streams import REQUESTS
 from shared.protocol.subjects import request_filter
+from shared.worker.holding import WorkerUnfit
 from shared.worker.holdings import Holding, Unservable
 from tests.conftest import NatsServer
 from tests.integration.holdings_harness import begin, idle, state_of, submit, worker
@@ -121,12 +122,49 @@ async def test_a_request_that_was_ended_elsewhere_is_dropped_and_its_leftovers_f
         assert await w.queue.pull(1, 0.2) == []
 
 
-async def test_cancel_hints_free_what_strangers_left_but_no_nonsense_goes_further(nats_url: str, model: str) -> None:
+async def test_cancel_hints_prove_nothing_about_what_is_not_here(nats_url: str, model: str) -> None:
     async with worker(nats_url, "prefill-0", model) as w:
         await w.holdings.on_cancel("x" * 500_000)
-        assert w.dropped == []
         await w.holdings.on_cancel("elsewhere")
-        assert w.dropped == ["elsewhere"]
+        assert w.dropped == []
+
+
+async def test_a_worker_that_is_unfit_hands_back_what_is_no_fault_of_the_request(nats_url: str, model: str) -> None:
+    async with worker(nats_url, "prefill-0", model) as w:
+        request = await submit(w.bus, model)
+        holding = await w.take(await w.pull())
+        assert holding is not None
+
+        async def work(_: Holding) -> None:
+            raise WorkerUnfit("the engine's thread is not running")
+
+        await w.holdings.serve(holding, work)
+        assert (await state_of(w.bus, request)).unproductive == []
+
+
+async def test_nothing_begins_before_what_was_handed_back_is_cleaned_up(nats_url: str, model: str) -> None:
+    """Its request may come back here at once, and its sequence is still in the engine."""
+    async with worker(nats_url, "prefill-0", model) as w:
+        await submit(w.bus, model)
+        cleaned = asyncio.Event()
+
+        async def work(_: Holding) -> None:
+            try:
+                await asyncio.sleep(600)
+            finally:
+                await cleaned.wait()
+
+        holding = await w.take(await w.pull())
+        assert holding is not None
+        w.begin(holding, work)
+        await asyncio.sleep(0.05)
+        assert not w.holdings.exclusive
+        cleaning = await w.holdings.hand_all_back()
+        assert w.holdings.exclusive
+        cleaned.set()
+        await asyncio.wait(cleaning)
+        await asyncio.sleep(0)
+        assert not w.holdings.exclusive
 
 
 async def test_a_false_cancel_hint_stops_no_work(nats_url: str, model: str) -> None:

@@ -231,6 +231,7 @@ class SimAsyncEngine:
     ) -> None:
         self.engine = engine
         self.progress_unix_s = time.time()
+        self.fault = ""
         self.hangs = False
         self.step_s = 0.01
         self._on_steps = on_steps

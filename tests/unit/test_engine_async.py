@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -19,6 +20,7 @@ from shared.engine import (
     StepStats,
     UnknownSequence,
 )
+from shared.engine.detokenizer import Detokenizer
 from shared.protocol.jobs import SamplingParams
 from tests.unit.engine_harness import begin, drain, greedy, load, outputs, sampled, tiny_model
 
@@ -221,6 +223,87 @@ async def test_a_sequence_that_fails_alone_is_reported_and_released_alone(
     assert await running.call(lambda engine: engine.pool.num_used) == 0
 
 
+class BrokenDetokenizer:
+    stopped = False
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def push(self, _: int) -> str:
+        raise self._error
+
+
+def start_with(engine: Engine, error: BaseException) -> None:
+    """A neighbour that pauses after the step in which `bad` fails."""
+    begin(engine, "good", PROMPT[:20], greedy(8), prefill_only=True)
+    bad = begin(engine, "bad", PROMPT[20:], greedy(8))
+    bad.detokenizer = cast(Detokenizer, BrokenDetokenizer(error))
+
+
+async def test_any_error_of_one_sequence_leaves_its_neighbours_their_step(
+    running: AsyncEngine, listener: Listener
+) -> None:
+    await running.call(start_with, ValueError("no text"))
+    await listener.until_failed(1)
+    assert [ids for ids, _ in listener.failures] == [["bad"]]
+    assert [len(ids) for ids in outputs(listener.steps).values()] == [1]
+    assert listener.steps[0].seq_id == "good"
+    assert running.fault == ""
+
+
+async def test_a_step_that_raises_late_fails_also_what_it_has_paused_already(
+    running: AsyncEngine, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Engine.step
+
+    def late(engine: Engine) -> list[SequenceStep]:
+        step(engine)
+        raise RuntimeError("too late")
+
+    monkeypatch.setattr(Engine, "step", late)
+    await running.call(lambda engine: begin(engine, "s", PROMPT[:20], greedy(8), prefill_only=True))
+    await listener.until_failed(1)
+    assert [ids for ids, _ in listener.failures] == [["s"]]
+    assert await running.call(lambda engine: engine.pool.num_used) == 0
+
+
+async def test_an_engine_whose_every_step_raises_says_that_it_is_broken(
+    running: AsyncEngine, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = type(running.engine._runner)
+    forward = runner.forward
+
+    def broken(*args: object) -> object:
+        raise RuntimeError("the device is gone")
+
+    for broken_steps in (2, 3):
+        monkeypatch.setattr(runner, "forward", broken)
+        for n in range(broken_steps):
+            assert running.fault == ""
+            before = len(listener.failures)
+            await running.call(start, f"bad-{n}", greedy(5))
+            await listener.until_failed(before + 1)
+        if broken_steps == 2:
+            monkeypatch.setattr(runner, "forward", forward)
+            await running.call(start, "good", greedy(5))
+            await listener.until_ended("good")
+    assert running.fault == "engine_broken"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_an_engine_whose_thread_died_says_so(running: AsyncEngine) -> None:
+    class Panic(BaseException):
+        pass
+
+    await running.call(start_with, Panic("as pyo3 raises it"))
+    async with asyncio.timeout(30):
+        while not running.fault:
+            await asyncio.sleep(0.01)
+    assert running.fault == "engine_dead"
+    with pytest.raises(EngineStopped):
+        await running.call(lambda engine: None)
+
+
 async def test_an_idle_engine_shows_that_it_is_alive_and_does_not_spin(running: AsyncEngine) -> None:
     await running.call(lambda engine: None)
     before, cpu = running.progress_unix_s, time.process_time()
@@ -280,3 +363,4 @@ async def test_after_stop_nothing_runs_and_callers_are_told(model_path: Path, li
         await stopped.call(lambda engine: None)
     stopped.propose("s", 0, [1])
     await stopped.stop()
+    assert stopped.fault == ""

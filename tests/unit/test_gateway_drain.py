@@ -47,7 +47,8 @@ def test_the_rate_is_what_leaves_while_work_waits() -> None:
 def test_idle_times_say_nothing_about_the_rate() -> None:
     queue = Queue()
     queue.run(20, arriving=50, drained=10)
-    queue.run(500, arriving=1, drained=1000)  # never any left over at a look
+    queue.run(80, arriving=0, drained=10)
+    queue.run(500, arriving=1, drained=10)  # never any left over at a look
     assert queue.waiting == 0
     assert queue.rate.per_s() == pytest.approx(10 / STEP_S)
 
@@ -95,6 +96,21 @@ def test_repeated_deliveries_and_withdrawn_work_are_not_drained_work() -> None:
         queue.left += 100  # cancelled
         queue.look()
     assert queue.rate.per_s() == pytest.approx(3 / STEP_S)
+
+
+def test_the_rate_is_seen_where_a_single_request_waits_and_each_pull_empties_the_queue() -> None:
+    queue = Queue()
+    queue.waiting = 1
+    queue.look()
+    for _ in range(200):  # a pull every fourth look, and the next request at the look after it
+        for look in range(4):
+            if look == 2:
+                queue.pulled, queue.left, queue.waiting = queue.pulled + 1, queue.left + 1, 0
+            elif look == 3:
+                queue.waiting = 1
+            queue.look()
+    truth = 1 / (3 * STEP_S)  # of three looks at a time it was waiting when they began
+    assert queue.rate.per_s() == pytest.approx(truth, rel=0.2)
 
 
 def test_counts_that_begin_again_forget_the_rate() -> None:
@@ -191,3 +207,12 @@ def test_a_tenants_turnover_is_what_it_has_less_at_the_next_look() -> None:
     turnover.look(90.0, frozenset("gh"))
     turnover.look(91.0, frozenset("gh"))
     assert turnover.per_s() is None
+
+
+def test_what_left_while_nobody_looked_is_no_turnover() -> None:
+    turnover = Turnover()
+    turnover.look(0.0, frozenset("abcd"))
+    turnover.look(3600.0, frozenset("e"))
+    assert turnover.per_s() is None
+    turnover.look(3602.0, frozenset())
+    assert turnover.per_s() == pytest.approx(1 / 2)

@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -21,11 +21,12 @@ from services.gateway.call import GenerationCall
 from services.gateway.deadlines import Deadlines, overdue_error
 from services.gateway.errors import ApiError, failure_of, from_info
 from services.gateway.follow import ClientGone, FollowedLog, Follower
+from services.gateway.limits import Limits
 from services.gateway.openai_schema import parse_call
 from services.gateway.prompts import INLINE_CHARS, Prompter
 from services.gateway.settings import load_settings, parse_api_keys
 from services.gateway.terms import keyed_request_id, new_request_id, parse_terms
-from shared.bus import LogEntry
+from shared.bus import Bus, LogEntry
 from shared.models import ChatTokenizer
 from shared.protocol.records import Claimed, Ended, ErrorInfo, Tokens, Usage
 from shared.protocol.status import InstanceStatus
@@ -33,6 +34,26 @@ from tests.integration.gateway_harness import make_model
 
 keys = st.text(st.characters(min_codepoint=33, max_codepoint=126, exclude_characters=","), min_size=1, max_size=20)
 tenants = st.text(st.characters(categories=["L", "N"]), min_size=1, max_size=20)
+
+
+# Limits
+
+
+def test_more_answers_than_could_ever_fit_are_a_400_that_names_the_field() -> None:
+    def limits(**settings: int) -> Limits:
+        return Limits(cast(Bus, None), "m", load_settings(**settings))
+
+    limits(max_queued_high=1).check_size(8, 4, "low")
+    limits(max_concurrent=2).check_choices(3, 1, followed=False)
+    for refused, param in (
+        (lambda: limits(max_queued_low=2).check_size(3, 1, "low"), "n"),
+        (lambda: limits(max_queued_low=2).check_size(1, 3, "low"), "prompt"),
+        (lambda: limits(max_tenant_unfinished=2).check_size(3, 1, "low"), "n"),
+        (lambda: limits(max_concurrent=2).check_choices(3, 1, followed=True), "n"),
+    ):
+        with pytest.raises(ApiError) as caught:
+            refused()
+        assert (caught.value.status, caught.value.param) == (400, param)
 
 
 # Keys

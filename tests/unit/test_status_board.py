@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from nats.aio.msg import Msg
 
@@ -30,7 +28,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 async def hear(
-    statuses: StatusBoard, instance: str, run: str, *holds: str, started: float = 1.0, state: str = "ready"
+    statuses: StatusBoard,
+    instance: str,
+    run: str,
+    *holds: str,
+    started: float = 1.0,
+    sent: float = 0.0,
+    state: str = "ready",
 ) -> None:
     status = InstanceStatus(
         "decode",
@@ -39,7 +43,7 @@ async def hear(
         1,
         "h",
         started,
-        time.time(),
+        sent,
         state=state,  # type: ignore[arg-type]
         holds=list(holds),
     )
@@ -54,6 +58,18 @@ async def test_a_holders_word_counts_until_it_is_stale(clock: Clock) -> None:
     assert statuses.holder_alive_s("decode-0.a", "another", FRESH_S) == 0
     clock.now += 0.4
     assert statuses.holder_alive_s("decode-0.a", "r", FRESH_S) == 0
+
+
+async def test_what_a_worker_said_before_its_claim_does_not_tell_that_it_is_gone(clock: Clock) -> None:
+    statuses = StatusBoard()
+    await hear(statuses, "decode-0", "a", sent=100.0)
+    assert statuses.holder_alive_s("decode-0.a", "r", FRESH_S, 99.0) == 0
+    clock.now += 1.0
+    assert statuses.holder_alive_s("decode-0.a", "r", FRESH_S, 101.0) == pytest.approx(0.8)
+    statuses.heard_nothing_yet()
+    assert statuses.holder_alive_s("decode-0.a", "r", FRESH_S, 101.0) == pytest.approx(DEAF_S)
+    clock.now += DEAF_S
+    assert statuses.holder_alive_s("decode-0.a", "r", FRESH_S, 101.0) == 0
 
 
 async def test_every_holder_counts_as_alive_right_after_a_connection(clock: Clock) -> None:

@@ -62,6 +62,12 @@ def test_new_work_is_claimed() -> None:
     assert decision(claim("prefill", "p"), tokens(0)).action == "claim"
 
 
+def test_a_hand_over_whose_first_holder_is_not_named_is_claimed() -> None:
+    """As decode assumes the log of a job to be, of which it knows only when prefill claimed it."""
+    for alive in (True, False):
+        assert decision(claim("prefill", ""), tokens(0), alive=alive).action == "claim"
+
+
 def test_a_dead_holders_request_is_claimed_and_a_living_ones_is_not() -> None:
     log = (claim("prefill", "p"), tokens(0), claim("decode", "other", 2), tokens(1))
     assert decision(*log, alive=False).action == "claim"
