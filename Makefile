@@ -70,8 +70,9 @@ bench-kv: $(INSTALLED) ## Speed of the KV plane beside a plain memory copy
 	@mkdir -p bench-results
 	$(BIN)/python -m loadgen.kv_bench --json bench-results/bench-kv.json
 
-test-operations: $(INSTALLED) ## Rolling restart of every stage under load, and ten times the load that it can take; five minutes
-	$(BIN)/pytest -m slow -s tests/e2e/test_e2e_rolling.py tests/e2e/test_e2e_overload.py
+test-operations: $(INSTALLED) ## Restarts, drains and spares under load, overload, a dying store: the long tests, ten minutes
+	$(BIN)/pytest -m slow -s tests/e2e/test_e2e_rolling.py tests/e2e/test_e2e_overload.py tests/e2e/test_e2e_cancel.py \
+	  tests/e2e/test_e2e_kv_faults.py tests/integration/test_cli_rolling.py
 
 chaos: $(INSTALLED) ## Kill, stop and cut every process under load and compare every answer, ten minutes
 	@mkdir -p bench-results

@@ -252,6 +252,7 @@ def test_a_prompt_that_is_not_computed_in_time_is_given_up(stack: Stack, logs: L
     late.stop()
 
 
+@pytest.mark.slow
 def test_a_prefill_worker_that_is_stopped_in_mid_prompt_hands_it_back(stack: Stack, logs: Logs) -> None:
     fields = body(prompt_of(1000))
     (prefill,) = stack.instances("prefill")
@@ -269,6 +270,7 @@ def test_a_prefill_worker_that_is_stopped_in_mid_prompt_hands_it_back(stack: Sta
     eventually(lambda: exits_of(stack, "prefill-0")[-1:] == [0], "it ends in good order")
 
 
+@pytest.mark.slow
 def test_streams_of_a_decode_worker_that_is_stopped_go_on_at_another(stack: Stack, logs: Logs) -> None:
     requests = [body(prompt_of(30), output=96, seed=seed) for seed in range(4)]
     stack.headrace("scale", "decode=2")

@@ -202,6 +202,7 @@ def test_blocks_damaged_in_a_stores_memory_change_no_token_are_counted_and_dropp
     no_lease_is_left(stack)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_store_that_hangs_or_dies_in_the_middle_of_a_hand_over_changes_no_token(
     stack: Stack, client: openai.OpenAI, extra: ExtraStore, fault: signal.Signals

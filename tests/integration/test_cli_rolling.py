@@ -137,6 +137,7 @@ def test_a_lone_instance_restarts_behind_a_spare_so_that_one_is_ready_all_the_ti
     assert spec.spares == {}
 
 
+@pytest.mark.slow
 def test_where_another_instance_is_live_no_spare_is_started(operator: Operator) -> None:
     operator.ok("scale", "kvstore=2")
     before = operator.stage("kvstore")
@@ -154,6 +155,7 @@ def test_at_once_restarts_without_a_spare(operator: Operator) -> None:
     assert (after["state"], after["pid"] != before) == ("ready", True)
 
 
+@pytest.mark.slow
 def test_all_is_every_stage_and_no_server(operator: Operator) -> None:
     before = operator.status()
     assert "restarted kvstore-0" in operator.ok("restart")
@@ -168,6 +170,7 @@ def restart_killed_when(operator: Operator, reached: Callable[[], bool]) -> None
         restarting.kill()
 
 
+@pytest.mark.slow
 def test_a_restart_that_was_killed_leaves_a_spare_that_serves_until_the_next_one_removes_it(operator: Operator) -> None:
     supervisor = Supervisor(operator.home.socket)
     restart_killed_when(operator, lambda: supervisor.processes()["kvstore-0"].state == "STOPPING")
@@ -178,6 +181,7 @@ def test_a_restart_that_was_killed_leaves_a_spare_that_serves_until_the_next_one
     assert states(operator) == {"kvstore-0": "ready"}
 
 
+@pytest.mark.slow
 def test_scale_removes_a_spare_that_a_killed_restart_left(operator: Operator) -> None:
     restart_killed_when(operator, lambda: "kvstore-spare" in Supervisor(operator.home.socket).processes())
     eventually(lambda: states(operator) == {"kvstore-0": "ready", "kvstore-spare": "ready"})
@@ -185,6 +189,7 @@ def test_scale_removes_a_spare_that_a_killed_restart_left(operator: Operator) ->
     assert states(operator) == {"kvstore-0": "ready", "kvstore-1": "ready"}
 
 
+@pytest.mark.slow
 def test_down_ends_a_spare_that_a_killed_restart_left(operator: Operator) -> None:
     restart_killed_when(operator, lambda: "kvstore-spare" in Supervisor(operator.home.socket).processes())
     processes = operator.processes()
@@ -205,6 +210,7 @@ def public_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operato
     operator.run("down")
 
 
+@pytest.mark.slow
 def test_clients_that_connect_while_the_only_gateway_restarts_all_find_one(public_gateway: Operator) -> None:
     url = f"http://127.0.0.1:{public_gateway.env['HEADRACE_PORT']}/healthz"
     answers: list[int] = []
@@ -218,6 +224,7 @@ def test_clients_that_connect_while_the_only_gateway_restarts_all_find_one(publi
     assert after["gateway-0"]["pid"] != before
 
 
+@pytest.mark.slow
 def test_when_the_spare_cannot_start_nothing_is_restarted_and_one_line_says_why(public_gateway: Operator) -> None:
     before = public_gateway.stage("gateway")
     (Path(public_gateway.env["HEADRACE_MODEL"]) / "tokenizer.json").unlink()

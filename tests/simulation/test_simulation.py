@@ -17,7 +17,7 @@ from tests.simulation.plan import THEMES, draw_plan
 from tests.simulation.simulation import Result, run_seed
 
 FIRST = int(os.environ.get("HEADRACE_SIMULATION_FIRST", "0"))
-SEEDS = int(os.environ.get("HEADRACE_SIMULATION_SEEDS", "1000"))
+SEEDS = int(os.environ.get("HEADRACE_SIMULATION_SEEDS", "600"))
 PART = 100
 MUTANT_SEEDS = 400
 """Within so many runs each mutant must be found."""
