@@ -12,6 +12,7 @@ import nats.errors
 import structlog
 from nats.aio.msg import Msg
 
+from services.gateway.cancellation import cancel_requested
 from services.gateway.endings import Endings
 from shared.bus import Bus, BusError, RequestUnknown
 from shared.protocol.records import Accepted, Ended
@@ -77,7 +78,7 @@ class Attachments:
     async def run(self) -> None:
         """Until cancelled. The period is the same for all, so the queue is in order of time."""
         loop = asyncio.get_running_loop()
-        while True:
+        while not cancel_requested():
             due_s, choices = await self._left.get()
             await asyncio.sleep(max(0.0, due_s - loop.time()))
             if not await self.anyone(choices[0]):

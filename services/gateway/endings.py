@@ -12,6 +12,7 @@ import nats.errors
 import structlog
 from nats.js.errors import APIError
 
+from services.gateway.cancellation import cancel_requested
 from services.gateway.drafts import priority_of
 from shared.bus import Bus, BusError, RequestUnknown
 from shared.protocol.records import Accepted, Ended, ErrorInfo, FinishReason, Usage
@@ -135,7 +136,7 @@ class Endings:
                 group.create_task(self._work_off(), name=f"endings-{n}")
 
     async def _work_off(self) -> None:
-        while True:
+        while not cancel_requested():
             ending = await self._pending.get()
             try:
                 async with asyncio.timeout(PATIENCE_S):

@@ -13,6 +13,7 @@ import structlog
 from nats.js.errors import APIError
 
 from services.gateway.backlog import Backlog
+from services.gateway.cancellation import cancel_requested
 from services.gateway.errors import ApiError, invalid, overloaded
 from services.gateway.quota import Quota
 from services.gateway.settings import GatewaySettings
@@ -97,7 +98,7 @@ class Limits:
 
     async def run(self) -> None:
         """Sample until cancelled. While NATS is away the last sample stands."""
-        while True:
+        while not cancel_requested():
             try:
                 await self.backlog.sample()
                 self._log_full = await self._is_log_full()

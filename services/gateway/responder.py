@@ -11,6 +11,7 @@ import nats.errors
 import structlog
 from nats.aio.msg import Msg
 
+from services.gateway.cancellation import cancel_requested
 from services.gateway.errors import ApiError, internal, overloaded
 from shared.bus import Bus
 from shared.protocol.subjects import encode_token
@@ -106,7 +107,7 @@ class Responder:
             await _reply(message, refusal(overloaded(503, "gateway_overloaded", text, self._retry_after_s())))
 
     async def _work_off(self) -> None:
-        while True:
+        while not cancel_requested():
             message = await self._pending.get()
             try:
                 answer = await self._answer(message)

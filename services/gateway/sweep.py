@@ -19,6 +19,7 @@ import nats.errors
 import structlog
 from nats.js.errors import APIError
 
+from services.gateway.cancellation import cancel_requested
 from services.gateway.choice_groups import ChoiceGroups
 from services.gateway.deadlines import Deadlines, Overdue
 from services.gateway.endings import Endings
@@ -73,7 +74,7 @@ class Sweep:
 
     async def run(self) -> None:
         """Sweep until cancelled, at slightly irregular times so that gateways do not all sweep at once."""
-        while True:
+        while not cancel_requested():
             try:
                 await self.sweep()
             except (BusError, nats.errors.Error, APIError, TimeoutError) as error:

@@ -34,6 +34,9 @@ from shared.protocol.streams import REQUESTS
 PATIENCE_S = 20.0
 """Bounds every wait of the tests; none of them measures time."""
 
+STOP_S = 40.0
+"""A gateway lets running answers go on for its drain time, 20 s, and finishes what came over NATS behind that."""
+
 Start = Callable[..., "GatewayProcess"]
 Open = Callable[..., Awaitable["Stream"]]
 """Types of the fixtures that start gateways and open streams."""
@@ -130,7 +133,7 @@ class GatewayProcess:
     def stop(self) -> int:
         self.terminate()
         try:
-            return self.running.wait(timeout=PATIENCE_S)
+            return self.running.wait(timeout=STOP_S)
         except subprocess.TimeoutExpired:
             self.kill()
             raise

@@ -7,6 +7,7 @@ import json
 import time
 from typing import Any
 
+import msgspec
 import pytest
 
 from shared.bus import Bus
@@ -104,9 +105,14 @@ async def test_of_two_operators_who_retry_a_letter_at_once_both_get_the_same_run
 async def test_a_letter_of_another_model_is_for_that_models_gateway(
     first: GatewayProcess, deserted: GatewayProcess, bus: Bus
 ) -> None:
-    seq = await bury(bus, given_up("deserted"))
+    lost = given_up("deserted")
+    seq = await bury(bus, msgspec.structs.replace(lost, queue_deadline_unix_s=lost.created_unix_s + 1))
     answer = await retry(bus, {"seq": seq})
     assert answer["model"] == "deserted"
+    # Nobody serves it, and nothing of it may wait when the next test looks at the queues.
+    ended = await ended_of(bus, answer["request_id"], "acme.corp")
+    assert ended.error is not None
+    assert ended.error.code == "queue_timeout"
     nobodys = await bury(bus, given_up("nobody-serves-this"))
     assert (await retry(bus, {"seq": nobodys}))["error"]["code"] == "model_not_found"
 
