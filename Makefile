@@ -70,11 +70,11 @@ bench-kv: $(INSTALLED) ## Speed of the KV plane beside a plain memory copy
 	@mkdir -p bench-results
 	$(BIN)/python -m loadgen.kv_bench --json bench-results/bench-kv.json
 
-test-operations: $(INSTALLED) ## Restarts, drains and spares under load, overload, a dying store: the long tests, ten minutes
+test-operations: $(INSTALLED) ## Restarts, drains and spares under load, overload, a dying store: the long tests
 	$(BIN)/pytest -m slow -s tests/e2e/test_e2e_rolling.py tests/e2e/test_e2e_overload.py tests/e2e/test_e2e_cancel.py \
 	  tests/e2e/test_e2e_kv_faults.py tests/integration/test_cli_rolling.py
 
-chaos: $(INSTALLED) ## Kill, stop and cut every process under load and compare every answer, ten minutes
+chaos: $(INSTALLED) ## Kill, stop and cut every process under load and compare every answer
 	@mkdir -p bench-results
 	$(BIN)/python -m loadgen.chaos --json bench-results/chaos.json
 
@@ -82,7 +82,7 @@ soak: $(INSTALLED) ## The same in rounds, for HEADRACE_SOAK_MINUTES (60)
 	@mkdir -p bench-results
 	$(BIN)/python -m loadgen.chaos --minutes $${HEADRACE_SOAK_MINUTES:-60} --json bench-results/soak.json
 
-simulate: $(INSTALLED) ## The recovery logic in 20,000 random interleavings on a simulated NATS, about 20 minutes on one core
+simulate: $(INSTALLED) ## The recovery logic in 20,000 random interleavings on a simulated NATS
 	HEADRACE_SIMULATION_SEEDS=20000 $(BIN)/pytest --timeout=3600 tests/simulation/test_simulation.py -k promise
 
 wheels: wheels/.collected ## Collect what the images install, so that they build without a network
