@@ -38,8 +38,8 @@ up: $(INSTALLED) ## Start everything and show the way in; Ctrl-C stops it
 down: $(INSTALLED) ## Stop a stack that runs in the background
 	@$(BIN)/headrace down
 
-test: $(INSTALLED) ## Unit, integration and end-to-end tests
-	$(BIN)/pytest
+test: $(INSTALLED) ## Unit, integration and end-to-end tests, in two processes: many only wait
+	$(BIN)/pytest -n 2 --dist loadfile
 
 test-parity: $(INSTALLED) ## The default model against Transformers on 109 prompts, 20 minutes; prints near-ties
 	$(BIN)/pytest -m slow -s tests/integration/test_engine_parity.py

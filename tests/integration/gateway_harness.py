@@ -191,6 +191,7 @@ class Worker:
         self.model = model
         self.answer = answer
         self.seen: list[GenerationRequest] = []
+        """Each once, however often it was delivered."""
         self._reserved: dict[int, asyncio.Future[Work]] = {}
         self._held: dict[str, Work] = {}
 
@@ -241,7 +242,8 @@ class Worker:
         while True:
             for delivery in await queue.pull(8, 0.5):
                 request = decode_request(delivery.data)
-                self.seen.append(request)
+                if all(known.request_id != request.request_id for known in self.seen):
+                    self.seen.append(request)
                 log = self.bus.open_log(request.tenant, request.request_id, request.log_seq)
                 work = Work(delivery, request, log)
                 waiting = self._reserved.get(request.params.seed)

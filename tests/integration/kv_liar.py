@@ -87,6 +87,7 @@ async def _send(connection: Connection, buffers: list[npt.NDArray[np.uint8]], fa
             await connection.send_buffers(buffers[::-1])
         case "extra":
             await connection.send_buffers([*buffers, buffers[0]])
+            print("extra sent", flush=True)
         case _:
             await connection.send_buffers(buffers)
     return True

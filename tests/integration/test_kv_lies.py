@@ -41,23 +41,43 @@ async def transport(kind: str) -> AsyncIterator[Transport]:
     await made.close()
 
 
+class Liar:
+    """The store's process."""
+
+    def __init__(self, kind: str) -> None:
+        port = free_port()
+        command = [sys.executable, "-m", "tests.integration.kv_liar", kind, str(port), SECRET]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        wait_for_port(port, self._process, timeout_s=30)
+        self.place = Place("liar", "127.0.0.1", port, kind)
+
+    async def says(self, line: str) -> None:
+        """Return when it has printed this."""
+        assert self._process.stdout is not None
+        async with asyncio.timeout(10):
+            while (await asyncio.to_thread(self._process.stdout.readline)).strip() != line:
+                assert self._process.poll() is None
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
 @pytest.fixture(scope="module")
-def liar(kind: str) -> Iterator[Place]:
-    port = free_port()
-    process = subprocess.Popen([sys.executable, "-m", "tests.integration.kv_liar", kind, str(port), SECRET])
-    wait_for_port(port, process, timeout_s=30)
-    yield Place("liar", "127.0.0.1", port, kind)
-    process.kill()
-    process.wait()
+def liar(kind: str) -> Iterator[Liar]:
+    made = Liar(kind)
+    yield made
+    made.end()
 
 
 class Worker:
     """A client of the liar, and what it has counted."""
 
-    def __init__(self, liar: Place, transport: Transport) -> None:
-        self.place = liar
+    def __init__(self, liar: Liar, transport: Transport) -> None:
+        self.liar = liar
+        self.place = liar.place
         self.metrics = KVTransferMetrics(CollectorRegistry())
-        self.client = KVClient(lambda: [liar], transport, SECRET, None, stage="test", metrics=self.metrics)
+        self.client = KVClient(lambda: [liar.place], transport, SECRET, None, stage="test", metrics=self.metrics)
 
     def counted(self, hop: str) -> tuple[int, int]:
         """Exchanges that failed, blocks that arrived damaged."""
@@ -66,7 +86,7 @@ class Worker:
 
 
 @pytest_asyncio.fixture
-async def worker(liar: Place, transport: Transport) -> AsyncIterator[Worker]:
+async def worker(liar: Liar, transport: Transport) -> AsyncIterator[Worker]:
     made = Worker(liar, transport)
     yield made
     made.client.close()
@@ -136,5 +156,6 @@ async def test_a_connection_on_which_the_peer_spoke_out_of_turn_is_not_used_agai
     refs = [BlockRef(key, 32, SIZE, checksum(content(key)), [worker.place]) for key in keys]
     into = [np.zeros(SIZE, np.uint8) for _ in keys]
     assert all(await worker.client.get(refs, into, timeout_s=5))
+    await worker.liar.says("extra sent")
     assert all(await worker.client.get(refs, into, timeout_s=5))
     assert worker.counted("store_to_test") == (0, 0)

@@ -8,14 +8,20 @@ import sys
 from pathlib import Path
 
 import msgspec
+import pydantic
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.cli.errors import CliError, UnknownTarget
 from services.cli.home import Home
-from services.cli.spec import StackSpec, parse_scale, select
+from services.cli.settings import CliSettings
+from services.cli.spec import STOP_WAIT_S, StackSpec, parse_scale, select
 from services.cli.supervisor_config import Binaries, render_config, service_environment
+from services.cli.up import make_spec
+from services.decode.settings import DecodeSettings
+from services.gateway.settings import GatewaySettings
+from services.prefill.settings import PrefillSettings
 from shared.protocol.subjects import STAGES, Stage
 
 BINARIES = Binaries(Path(sys.executable), Path("/bin/nats-server"), Path("/bin/valkey-server"))
@@ -87,10 +93,38 @@ def test_a_spare_gateway_listens_where_the_one_does_that_it_stands_in_for() -> N
     assert rendered["gateway-spare"]["environment"] == 'HEADRACE_INSTANCE="gateway-spare",HEADRACE_PORT="8001"'
 
 
-def test_a_stack_that_an_older_version_wrote_has_no_spares() -> None:
+def test_a_stack_that_an_older_version_wrote_has_no_spares_and_its_stop_wait() -> None:
     written = msgspec.to_builtins(spec())
-    del written["spares"]
+    del written["spares"], written["stop_wait_s"]
     assert msgspec.convert(written, StackSpec) == spec()
+
+
+@pytest.mark.parametrize(("drain_s", "wait_s"), [("0.5", 35), ("20", 35), ("20.5", 36), ("60", 75), ("600", 615)])
+def test_instances_may_drain_as_long_as_they_were_told_whatever_the_environment_of_later_commands(
+    drain_s: str, wait_s: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_DRAIN_S", drain_s)
+    kept = msgspec.json.encode(make_spec(CliSettings(), {}))
+    monkeypatch.delenv("HEADRACE_DRAIN_S")
+    rendered = render(msgspec.json.decode(kept, type=StackSpec).scaled("gateway", 2))
+    waits = {name: int(program["stopwaitsecs"]) for name, program in rendered.items()}
+    assert {waits.pop(server) for server in ("nats", "valkey")} == {STOP_WAIT_S}
+    assert set(waits.values()) == {wait_s}
+
+
+def test_the_longest_drain_that_is_expected_by_default_is_that_of_the_services() -> None:
+    services = (GatewaySettings, PrefillSettings, DecodeSettings)
+    longest = max(service.model_fields["drain_s"].default for service in services)
+    assert CliSettings.model_fields["drain_s"].default == longest
+
+
+@pytest.mark.parametrize("settings_of", [CliSettings, GatewaySettings, PrefillSettings, DecodeSettings])
+def test_a_drain_without_a_sensible_bound_is_refused(
+    settings_of: type[CliSettings | GatewaySettings | PrefillSettings | DecodeSettings],
+) -> None:
+    assert settings_of(drain_s=600).drain_s == 600
+    with pytest.raises(pydantic.ValidationError):
+        settings_of(drain_s=601)
 
 
 def test_the_configuration_holds_no_credentials() -> None:
@@ -168,8 +202,8 @@ def test_a_state_directory_that_the_supervisor_could_not_use_is_refused(tmp_path
         Home.open(tmp_path / name)
 
 
-def test_the_secret_is_made_once_and_private(tmp_path: Path) -> None:
-    home = Home.open(tmp_path / "home")
+def test_the_secret_is_made_once_and_private(tmp_path_factory: pytest.TempPathFactory) -> None:
+    home = Home.open(tmp_path_factory.mktemp("home"))  # the path to its socket must be short
     secret = home.secret()
     assert len(secret) == 64
     assert home.secret() == secret
