@@ -38,7 +38,7 @@ async def serve(settings: DecodeSettings, stop: asyncio.Event) -> None:
             ]
             worker = DecodeWorker(bus, host, kv.client, settings, reporter.worker, metrics)
             host.start()
-            reporter.ready(host, worker.holdings, lambda: worker.last_error, kv.describe)
+            reporter.ready(host, worker.holdings, lambda: (worker.last_error, worker.last_error_unix_s), kv.describe)
             try:
                 await worker.run(stop, reporter.draining)
             finally:

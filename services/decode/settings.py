@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from shared.settings import EngineSettings
+from shared.settings import MAX_DRAIN_S, EngineSettings
 
 
 class DecodeSettings(EngineSettings):
@@ -17,7 +17,9 @@ class DecodeSettings(EngineSettings):
     transport: Literal["auto", "ucx", "tcp"] = Field("auto", description="How KV blocks travel; auto prefers UCX")
     kv_timeout_s: float = Field(5.0, gt=0, description="Longest wait for one exchange with a KV store")
     lease_s: float = Field(30.0, gt=1, description="Life of a block lease; renewed at a third of it")
-    drain_s: float = Field(10.0, gt=0, description="Longest time that SIGTERM waits for work to be handed back")
+    drain_s: float = Field(
+        10.0, gt=0, le=MAX_DRAIN_S, description="Longest time that SIGTERM waits for work to be handed back"
+    )
     speculation: Literal["auto", "off"] = Field("auto", description="off: never ask drafters")
     max_draft_tokens: int = Field(8, ge=1, le=32, description="Most drafted tokens verified in one step of a sequence")
     max_speculating: int = Field(4, ge=0, description="Running sequences above which no drafts are verified")

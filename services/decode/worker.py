@@ -6,8 +6,10 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import structlog
 from opentelemetry import trace
 
 from services.decode.draft_link import DraftLink
@@ -16,7 +18,7 @@ from services.decode.settings import DecodeSettings
 from shared.blocks import BlockKey, KVClient, block_keys
 from shared.bus import Bus, Delivery, LogState, WorkQueue
 from shared.engine import Sequence, SequenceStep
-from shared.protocol.blocks import BlockRef, Manifest
+from shared.protocol.blocks import BlockRef, Manifest, Place
 from shared.protocol.jobs import DecodeJob, decode_job
 from shared.protocol.records import Claimed, Ended, FinishReason, Tokens, Usage
 from shared.telemetry import attributes as attr
@@ -32,6 +34,21 @@ from shared.worker.stage_worker import OtherLayout, StageWorker, Work
 LEASE_CHECK_S = 0.5
 MAX_RECORD_TOKENS = 512
 """Tokens in one record of the log, so that one made during an outage fits a message: 0.6 KB each with 20 logprobs."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass
+class _Stored:
+    """What stores may hold of a running request: the prompt's blocks, and those that this worker found or put."""
+
+    job: DecodeJob
+    push: BlockPush | None = None
+
+    def at(self, places: list[Place]) -> list[bytes]:
+        """The keys of the blocks that were last seen at one of these places."""
+        refs = [*self.job.manifest.blocks, *(self.push.refs if self.push is not None else ())]
+        return list(dict.fromkeys(ref.key for ref in refs if any(place in places for place in ref.places)))
 
 
 class DecodeWorker(StageWorker):
@@ -56,6 +73,8 @@ class DecodeWorker(StageWorker):
         self._settings = settings
         self._metrics = metrics
         self._turns = LoadTurns()
+        self._stored: dict[str, _Stored] = {}
+        """By request, as long as this worker works on it."""
         self.drafts = DraftLink(bus, host.async_engine, settings, host.model.name, worker)
 
     def _queue(self) -> WorkQueue:
@@ -78,14 +97,20 @@ class DecodeWorker(StageWorker):
         return Work(job.request, _assumed(job), lambda holding: self._decode(holding, job))
 
     async def _decode(self, holding: Holding, job: DecodeJob) -> None:
-        end_turn = await self._turns.take(job.manifest, self._settings.block_tokens)
+        self._stored[holding.request_id] = _Stored(job)
         try:
-            await self._generate(holding, job, end_turn)
+            end_turn = await self._turns.take(job.manifest, self._settings.block_tokens)
+            try:
+                await self._generate(holding, job, end_turn)
+            finally:
+                end_turn()
         finally:
-            end_turn()
+            del self._stored[holding.request_id]
         await self._releases.add(holding.request_id)
 
     async def _generate(self, holding: Holding, job: DecodeJob, on_loaded: Callable[[], None]) -> None:
+        """One that is suspected uses nothing that others computed: wrong KV would convict it, and each later request
+        with that prefix."""
         request = holding.request
         tokens = [*request.prompt_ids, *holding.state.output_ids]
         sequence = await self._host.open(
@@ -93,7 +118,7 @@ class DecodeWorker(StageWorker):
             tokens,
             len(request.prompt_ids),
             request.params,
-            salt=request.salt,
+            salt=None if holding.alone else request.salt,
             speculate=request.speculation == "auto" and self._settings.speculation == "auto",
         )
         push = BlockPush(
@@ -106,11 +131,12 @@ class DecodeWorker(StageWorker):
             pinned=False,
             timeout_s=self._settings.kv_timeout_s,
         )
+        self._stored[request.request_id].push = push
         try:
             if sequence.finish_reason is not None:  # the last holder died between its last token and its last word
                 await self._end(holding, job, sequence.finish_reason, len(holding.state.output_ids), 0, 0)
                 return
-            loaded = await self._load(sequence, request.salt, job.manifest, push)
+            loaded = 0 if holding.alone else await self._load(sequence, request.salt, job.manifest, push)
             self.drafts.join(request, tokens)
             await self._host.begin(sequence, loaded)
             on_loaded()
@@ -224,7 +250,9 @@ class DecodeWorker(StageWorker):
     async def _renew_leases(self) -> None:
         """Keep the blocks of running requests from eviction; a dead worker's leases end by themselves.
 
-        The first renewal comes soon after the claim: it cuts prefill's lease, which reaches to the deadline, to ours.
+        The first renewal comes soon after the claim: it cuts prefill's lease, which reaches to the deadline, to ours. A
+        store in which the lease has ended meanwhile, since nobody renewed it or the store was out of reach, gives it
+        again for what it still has.
         """
         renewed_s: dict[str, float] = {}
         while True:
@@ -234,7 +262,16 @@ class DecodeWorker(StageWorker):
             for request_id in held:
                 if time.monotonic() - renewed_s.get(request_id, -math.inf) >= self._settings.lease_s / 3:
                     renewed_s[request_id] = time.monotonic()
-                    await self._kv.renew(request_id, self._settings.lease_s)
+                    await self._renew_lease(request_id)
+
+    async def _renew_lease(self, request_id: str) -> None:
+        lost = await self._kv.renew(request_id, self._settings.lease_s)
+        stored = self._stored.get(request_id)  # none once its work is over and its lease released
+        if not lost or stored is None or not (keys := stored.at(lost)):
+            return
+        held = await self._kv.lease(request_id, keys, self._settings.lease_s, tenant=stored.job.request.tenant)
+        if any(held):
+            log.info("lease_taken_again", request_id=request_id, blocks=sum(held), gone=len(held) - sum(held))
 
 
 def _assumed(job: DecodeJob) -> LogState:

@@ -41,7 +41,7 @@ async def serve(settings: PrefillSettings, stop: asyncio.Event) -> None:
             ]
             worker = PrefillWorker(bus, host, kv.client, settings, reporter.worker, metrics)
             host.start()
-            reporter.ready(host, worker.holdings, lambda: worker.last_error, kv.describe)
+            reporter.ready(host, worker.holdings, lambda: (worker.last_error, worker.last_error_unix_s), kv.describe)
             try:
                 await worker.run(stop, reporter.draining)
             finally:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from shared.settings import EngineSettings
+from shared.settings import MAX_DRAIN_S, EngineSettings
 
 
 class PrefillSettings(EngineSettings):
@@ -21,4 +21,6 @@ class PrefillSettings(EngineSettings):
     max_jobs_waiting: int = Field(
         0, ge=0, description="Jobs waiting for decode at which prefill stops pulling; 0: a quarter of decode's slots"
     )
-    drain_s: float = Field(10.0, gt=0, description="Longest time that SIGTERM waits for work to be handed back")
+    drain_s: float = Field(
+        10.0, gt=0, le=MAX_DRAIN_S, description="Longest time that SIGTERM waits for work to be handed back"
+    )

@@ -104,17 +104,19 @@ class PrefillWorker(StageWorker):
     async def _compute_prompt(self, holding: Holding, keys: list[BlockKey]) -> _Prefilled | None:
         """Compute and store the prompt's blocks and write the first token into the log. None when that ended it.
 
-        Afterwards, in whatever way it ends, the engine holds nothing of the request.
+        Afterwards, in whatever way it ends, the engine holds nothing of the request. One that is suspected uses nothing
+        that others computed: wrong KV would convict it, and each later request with that prefix. What it puts takes the
+        place of other contents under the same keys.
         """
         request = holding.request
-        found = await self._find_prefix(request, keys)
+        found = [] if holding.alone else await self._find_prefix(request, keys)
         stored_tokens = len(found) * self._settings.block_tokens
         sequence = await self._host.open(
             request.request_id,
             list(request.prompt_ids),
             len(request.prompt_ids),
             request.params,
-            salt=request.salt,
+            salt=None if holding.alone else request.salt,
             prefill_only=True,
             begin_from=stored_tokens,
             pin=True,

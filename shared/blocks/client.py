@@ -160,10 +160,11 @@ class KVClient:
             held += [any(answer[i] for _, answer in answers) for i in range(len(batch))]
         return held
 
-    async def renew(self, lease_id: str, ttl_s: float) -> bool:
-        """Have the lease end `ttl_s` from now, sooner or later than before. Whether any store still knows it."""
+    async def renew(self, lease_id: str, ttl_s: float) -> list[Place]:
+        """Have the lease end `ttl_s` from now, sooner or later than before. The stores that say they have none (any
+        more): it ended there, or never was. One that does not answer is not among them."""
         answers = await self._ask_all(lambda c: exchange.renew_lease(c, lease_id, ttl_s))
-        return any(known for _, known in answers)
+        return [place for place, known in answers if not known]
 
     async def release(self, lease_id: str) -> None:
         """End the lease at every store. One that does not answer lets it expire."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 import structlog
 
 from shared.blocks import BlockKey, KVClient, checksums
-from shared.engine import Sequence
+from shared.engine import Sequence as EngineSequence
 from shared.protocol.blocks import BlockRef
 from shared.telemetry import attributes as attr
 from shared.telemetry import record_span
@@ -33,7 +34,7 @@ class BlockPush:
         self,
         host: EngineHost,
         kv: KVClient,
-        sequence: Sequence,
+        sequence: EngineSequence,
         lease_id: str,
         lease_s: float,
         *,
@@ -60,6 +61,11 @@ class BlockPush:
     def block_count(self) -> int:
         """Blocks stored or queued so far; the next one to offer has this index."""
         return len(self._refs) + len(self._wanted)
+
+    @property
+    def refs(self) -> Sequence[BlockRef]:
+        """The blocks whose storing has ended, in order; those that no store took have no places. It grows."""
+        return self._refs
 
     def already_stored(self, refs: list[BlockRef]) -> None:
         """Blocks that came from a store need no push. Call before the first `offer`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -55,15 +55,32 @@ class BatchSizes:
     drafts: int = 0
 
 
-def _enter(engine: Engine, sequence: Sequence, begin_from: int | None) -> bool:
-    """Give the sequence its blocks; False when there are too few now."""
-    try:
-        engine.admit(sequence)
-    except OutOfBlocks:
-        return False
-    if begin_from is not None and sequence.num_cached >= begin_from:
-        engine.start(sequence)
-    return True
+@dataclass(frozen=True)
+class _Opening:
+    """A sequence that wants blocks. `entered`, on the event loop, tells that it has them, or why it never will."""
+
+    sequence: Sequence
+    begin_from: int | None
+    entered: asyncio.Future[None]
+
+    def enter(self, engine: Engine) -> None:
+        """Raises OutOfBlocks when there are too few now."""
+        engine.admit(self.sequence)
+        if self.begin_from is not None and self.sequence.num_cached >= self.begin_from:
+            engine.start(self.sequence)
+
+    def settle(self, error: Exception | None = None) -> None:
+        """May be called from any thread."""
+
+        def tell() -> None:
+            if self.entered.done():
+                return
+            if error is None:
+                self.entered.set_result(None)
+            else:
+                self.entered.set_exception(error)
+
+        self.entered.get_loop().call_soon_threadsafe(tell)
 
 
 @dataclass(frozen=True)
@@ -86,7 +103,9 @@ class EngineHost:
         self.layout: KVLayout = engine.layout
         self.feed = StepFeed()
         self._metrics = metrics
-        self._freed = asyncio.Event()
+        self._line: dict[str, _Opening] = {}
+        """Who waits for blocks, in the order of their coming. The engine's thread alone touches it."""
+        self._private = itertools.count()
         self._told_queries = self._told_hits = 0
         self._listeners: list[StepListener] = []
         self._engine = engine
@@ -140,7 +159,7 @@ class EngineHost:
         num_prompt: int,
         params: SamplingParams,
         *,
-        salt: str,
+        salt: str | None,
         prefill_only: bool = False,
         speculate: bool = False,
         begin_from: int | None = None,
@@ -148,16 +167,22 @@ class EngineHost:
     ) -> Sequence:
         """A new sequence with its blocks and its queue in `feed`; waits for room as long as the caller lets it.
 
+        Whoever waits is served in the order of coming: a large one is not passed by small ones that would fit.
+
         The KV of its first `num_cached` tokens, whole blocks, is there already: never write to those. If that is at
         least `begin_from` tokens it joins the batch at once: one turn of the engine instead of two; otherwise, and
-        without that number, call `begin`. With `pin` it is never preempted, so its blocks may be read at any time. When
-        the known tokens end it already, `finish_reason` is set and it holds nothing. Release it in any case; a caller
-        that is cancelled in here leaves nothing behind. Raises Unservable, EngineError.
+        without that number, call `begin`. Cached blocks are shared within one `salt`; None shares with nobody, so all
+        is computed. With `pin` it is never preempted, so its blocks may be read at any time. When the known tokens end
+        it already, `finish_reason` is set and it holds nothing. Release it in any case; a caller that is cancelled in
+        here leaves nothing behind. Raises Unservable, EngineError.
         """
         loop = asyncio.get_running_loop()
+        entered: asyncio.Future[None] = loop.create_future()
         made: list[Sequence] = []
+        if salt is None:
+            salt = f"\0{seq_id}\0{next(self._private)}"  # no tenant has a NUL in its name
 
-        def create(engine: Engine) -> tuple[Sequence, bool]:
+        def create(engine: Engine) -> Sequence:
             sequence = engine.new_sequence(
                 seq_id, token_ids, num_prompt, params, prefill_only=prefill_only, speculate=speculate, salt=salt
             )
@@ -166,26 +191,42 @@ class EngineHost:
             loop.call_soon_threadsafe(self.feed.open, seq_id)
             if pin:
                 engine.pin(seq_id)
-            return sequence, sequence.finish_reason is not None or _enter(engine, sequence, begin_from)
+            opening = _Opening(sequence, begin_from, entered)
+            if sequence.finish_reason is None:
+                self._line[seq_id] = opening
+                self._let_in(engine)
+            else:
+                opening.settle()
+            return sequence
 
         try:
-            sequence, settled = await self.async_engine.call(create)
+            sequence = await self.async_engine.call(create)
+            while not entered.done():
+                await asyncio.wait({entered}, timeout=ROOM_CHECK_S)
+                if not entered.done():
+                    await self.async_engine.call(self._let_in)
+            entered.result()
         except BaseException as error:
+            entered.cancel()
             self._release(seq_id, made)  # a call whose caller is cancelled still runs, and this one runs behind it
             if isinstance(error, (PromptTooLong, SequenceTooLarge)):
                 raise Unservable("context_length_exceeded", str(error)) from error
             raise
-        try:
-            while not settled:
-                self._freed.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(ROOM_CHECK_S):
-                        await self._freed.wait()
-                settled = await self.async_engine.call(_enter, sequence, begin_from)
-        except BaseException:
-            self._release(seq_id)
-            raise
         return sequence
+
+    def _let_in(self, engine: Engine) -> None:
+        """In the engine's thread: blocks for those that wait, up to the first that does not fit."""
+        while self._line:
+            seq_id, opening = next(iter(self._line.items()))
+            error: Exception | None = None
+            try:
+                opening.enter(engine)
+            except OutOfBlocks:
+                return
+            except Exception as failure:  # its own, and told to it alone
+                error = failure
+            del self._line[seq_id]
+            opening.settle(error)
 
     @asynccontextmanager
     async def pinned(self, sequence: Sequence) -> AsyncIterator[list[int]]:
@@ -237,12 +278,13 @@ class EngineHost:
 
         def release(engine: Engine) -> None:
             if made is None or made:
+                self._line.pop(seq_id, None)
                 engine.release(seq_id)
+                self._let_in(engine)
 
         def released() -> None:
             if made is None or made:
                 self.feed.close(seq_id)
-                self._freed.set()
 
         self.async_engine.post(release, released)
 

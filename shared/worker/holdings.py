@@ -26,6 +26,7 @@ from shared.protocol.jobs import GenerationRequest
 from shared.protocol.records import Claimed, Ended, ErrorInfo, HandedBack, Usage
 from shared.telemetry.metrics import QueueMetrics
 from shared.worker.holding import Holding, StopReason, Unservable, WorkerUnfit, deadline_of, is_ours
+from shared.worker.owed import OwedHandBacks
 from shared.worker.takeover import Decision, WorkStage, crashed_claims, decide
 
 HOLDER_WAIT_S = 1.0
@@ -92,6 +93,8 @@ class Holdings:
         self._stalled = stalled
         self._on_dropped = on_dropped
         self._held: dict[str, Holding] = {}
+        self._claiming: set[str] = set()
+        self._owed = OwedHandBacks(bus)
         self._cleaning: set[asyncio.Task[None]] = set()
         """Tasks of what was handed back, as long as they free what it used here."""
         self._suspect: Suspect | None = None
@@ -101,22 +104,27 @@ class Holdings:
         return len(self._held)
 
     def ids(self) -> list[str]:
-        """For the status: empty when the engine hangs, so that others do not wait for this worker."""
-        return [] if self._stalled() else list(self._held)
+        """For the status, what others have to leave to this worker: also what it claims just now, and what it has let
+        go without saying so in the log. Empty when the engine hangs, so that others do not wait for this worker."""
+        return [] if self._stalled() else list(dict.fromkeys([*self._held, *self._claiming, *self._owed]))
 
     async def take(self, delivery: Delivery, request: GenerationRequest, assumed: LogState) -> Holding | None:
         """Claim a delivered request, or settle its delivery when there is nothing to claim.
 
         `assumed` is how the log stood when the work was published. A first delivery is claimed on it without reading;
-        all else is decided by what the log says, since a restarted NATS server counts deliveries from one again.
+        all else is decided by what the log says, since a restarted NATS server counts deliveries from one again. A
+        hand-back that is owed to the log goes first, or this worker would take its own claim for a crash.
         Raises BusError when NATS is away: the delivery then comes again by itself.
         """
-        state = assumed if delivery.num_delivered == 1 else None
+        state = assumed if delivery.num_delivered == 1 and request.request_id not in self._owed else None
         while True:
             on_assumption = state is not None
             if state is None:
                 try:
+                    await self._owed.settle(request.request_id)
                     state = await self._bus.open_log(request.tenant, request.request_id).state()
+                except AppendRefused:
+                    continue
                 except RequestUnknown:
                     log.error("request_without_log", request_id=request.request_id)
                     await delivery.ack()
@@ -153,10 +161,22 @@ class Holdings:
         return self._bus.statuses.holder_alive_s(holder.worker, request_id, HOLDER_FRESH_S, holder.at_unix_s)
 
     async def _claim(self, delivery: Delivery, request: GenerationRequest, state: LogState, *, alone: bool) -> Holding:
-        """Raises AppendRefused when the log has grown since."""
+        """Raises AppendRefused when the log has grown since.
+
+        A status that is sent meanwhile names the request: one that was sent after the claim's time and does not name it
+        says that this worker does not work on it.
+        """
         request_log = self._bus.open_log(request.tenant, request.request_id, state.last_seq)
+        self._claiming.add(request.request_id)
         claim = Claimed(state.epoch + 1, self._stage, self._worker, at_unix_s=round(time.time(), 6), alone=alone)
-        await request_log.append(claim, patience_s=CLAIM_PATIENCE_S)
+        try:
+            await request_log.append(claim, patience_s=CLAIM_PATIENCE_S)
+        except PublishFailed:  # it may be stored all the same, now or when NATS is back
+            self._owed.owe(request.tenant, request.request_id, claim, behind_seq=state.last_seq)
+            raise
+        finally:
+            self._claiming.discard(request.request_id)
+        self._owed.forget(request.request_id)
         self._metrics.claims.inc()
         if delivery.num_delivered > 1:
             self._metrics.redeliveries.inc()
@@ -311,14 +331,23 @@ class Holdings:
                 await self._freed.wait()
 
     async def renew_forever(self) -> None:
-        """Renew each delivery while the engine makes progress. Run as a task of the worker."""
+        """Renew each delivery while the engine makes progress, and record what is owed. Run as a task of the worker."""
         while True:
             await asyncio.sleep(RENEW_S)
-            if self._stalled():
-                continue
-            await asyncio.gather(*(self._renew(holding) for holding in self._held.values()))
-            if self._suspect is not None:
-                await self._suspect.delivery.renew()
+            steps = [(request_id, self._owed.try_to_settle(request_id)) for request_id in self._owed]
+            if not self._stalled():
+                steps += [(holding.request_id, self._renew(holding)) for holding in self._held.values()]
+                if self._suspect is not None:
+                    steps.append((self._suspect.request_id, self._suspect.delivery.renew()))
+            await asyncio.gather(*(self._apart(request_id, step) for request_id, step in steps))
+
+    @staticmethod
+    async def _apart(request_id: str, step: Awaitable[None]) -> None:
+        """What goes wrong with one request must not end the renewals of the others."""
+        try:
+            await step
+        except Exception:
+            log.exception("renewal_failed", request_id=request_id)
 
     async def _renew(self, holding: Holding) -> None:
         """Renew what is still ours. A request that wrote nothing since the last time may have ended or been taken over
@@ -411,7 +440,8 @@ class Holdings:
         self._freed.set()
 
     async def _hand_back(self, holding: Holding) -> None:
-        """Say in the log that the claim ended in good order, and give the message back, unless another has it."""
+        """Say in the log that the claim ended in good order, without NATS later, and give the message back, unless
+        another has it."""
         request_log = self._bus.open_log(holding.request.tenant, holding.request_id)
         back = HandedBack(holding.epoch, self._stage, self._worker)
         try:
@@ -426,6 +456,9 @@ class Holdings:
                 with contextlib.suppress(AppendRefused):  # our own last append may have come in between
                     await request_log.append(back, patience_s=HAND_BACK_PATIENCE_S)
                     break
-        except (BusError, msgspec.DecodeError) as error:  # the claim then counts as one that made no progress
+        except (BusError, msgspec.DecodeError) as error:
             log.warning("hand_back_unrecorded", request_id=holding.request_id, error=str(error))
+            if not holding.log.wrote_tokens:  # a claim that made progress counts as no crash anyway
+                claim = Claimed(holding.epoch, self._stage, self._worker, holding.claimed_unix_s, holding.alone)
+                self._owed.owe(holding.request.tenant, holding.request_id, claim)
         await holding.delivery.give_back()

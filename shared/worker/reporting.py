@@ -30,7 +30,7 @@ class Reporter:
         self.worker = new_worker_id(settings.instance)
         self._host: EngineHost | None = None
         self._holdings: Holdings | None = None
-        self._last_error: Callable[[], str] = lambda: ""
+        self._last_error: Callable[[], tuple[str, float]] = lambda: ("", 0.0)
         self._transport: Callable[[], str] = lambda: ""
         self._running: Callable[[], int] = lambda: 0
         self._model = ""
@@ -40,10 +40,10 @@ class Reporter:
         self,
         host: EngineHost,
         holdings: Holdings,
-        last_error: Callable[[], str],
+        last_error: Callable[[], tuple[str, float]],
         transport: Callable[[], str],
     ) -> None:
-        """The worker serves from now on."""
+        """The worker serves from now on. `last_error` gives its text, and when it was in Unix seconds."""
         self._host, self._holdings = host, holdings
         self._last_error, self._transport = last_error, transport
         self._model = host.model.name
@@ -52,7 +52,8 @@ class Reporter:
 
     def ready_without_engine(self, model: str, running: Callable[[], int], last_error: Callable[[], str]) -> None:
         """A service whose work needs no engine of its own serves from now on."""
-        self._model, self._running, self._last_error = model, running, last_error
+        self._model, self._running = model, running
+        self._last_error = lambda: (last_error(), 0.0)
         self._state = "ready"
 
     def draining(self) -> None:
@@ -62,6 +63,7 @@ class Reporter:
     def report(self) -> InstanceStatus:
         """The status of this moment."""
         pool = self._host.pool if self._host is not None else None
+        last_error, last_error_unix_s = self._last_error()
         return InstanceStatus(
             stage=self._stage,
             instance=self._settings.instance,
@@ -81,5 +83,6 @@ class Reporter:
             blocks_evictable=pool.evictable if pool is not None else 0,
             transport=self._transport(),
             metrics_url=self._metrics_url,
-            last_error=self._last_error(),
+            last_error=last_error,
+            last_error_unix_s=last_error_unix_s,
         )

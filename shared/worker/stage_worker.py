@@ -78,6 +78,7 @@ class StageWorker(ABC):
         self._drain_s = drain_s
         self.holdings = Holdings(bus, stage, worker, metrics, stalled=self.stalled, on_dropped=on_dropped)
         self.last_error = ""
+        self.last_error_unix_s = 0.0
 
     @abstractmethod
     def _queue(self) -> WorkQueue:
@@ -259,7 +260,7 @@ class StageWorker(ABC):
             told = stalled
 
     def _note(self, event: str, error: Exception) -> None:
-        self.last_error = str(error)
+        self.last_error, self.last_error_unix_s = str(error), time.time()
         log.warning(event, stage=self._stage, error=str(error))
 
 

@@ -265,7 +265,21 @@ async def test_the_first_renewal_cuts_a_lease_that_reaches_to_the_deadline(
     try:
         await accept(bus, request_id)
         await pair.put(request_id)
-        assert await pair.client.renew(request_id, 1.0)
+        assert await pair.client.renew(request_id, 1.0) == []
         await eventually(pair.none_left, within_s=60)
     finally:
+        pair.close()
+
+
+async def test_a_renewal_names_the_store_that_has_lost_the_lease(nats_url: str, redis_url: str) -> None:
+    pair, request_id = Pair(nats_url, redis_url, rest_s=3600), fresh_id()
+    forgetful = KVClient(lambda: [pair.stores[0].place], TcpTransport(), SECRET, None)
+    try:
+        await pair.put(request_id)
+        await forgetful.release(request_id)
+        assert await pair.client.renew(request_id, LEASE_S) == [pair.stores[0].place]
+        pair.stores[0].kill()
+        assert await pair.client.renew(request_id, LEASE_S) == [], "one that is away has said nothing"
+    finally:
+        forgetful.close()
         pair.close()

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from shared.engine import EngineError, Sequence
 from shared.models import ModelFiles
 from shared.telemetry.metrics import DecodeMetrics
+from shared.worker import engine_host
 from shared.worker.engine_host import EngineHost
 from tests.integration.kv_harness import eventually
 from tests.integration.pipeline_harness import Gate, text
@@ -126,6 +127,129 @@ async def test_a_sequence_that_waits_for_blocks_gets_those_of_one_that_is_releas
         host.release(sequence)
     async with asyncio.timeout(10):
         host.release(await waiting)
+    await until_empty(host)
+
+
+def fitting(blocks: int, seed: int = 1) -> list[int]:
+    """A prompt that takes so many blocks, with the place for its next token."""
+    return text(seed, 16 * blocks - 1)
+
+
+async def fill(host: EngineHost, leave: int) -> list[Sequence]:
+    """Hold blocks until so many are left free."""
+    held: list[Sequence] = []
+    while (free := host.pool.total - host.pool.used - leave) > 0:
+        prompt = fitting(min(free, 60), seed=100 + len(held))
+        held.append(await host.open(f"hog{len(held)}", prompt, len(prompt), sampled(5), salt="", pin=True))
+    return held
+
+
+class Openings:
+    """Openings in the order in which they were asked for, and the names of those that got their blocks."""
+
+    def __init__(self, host: EngineHost) -> None:
+        self._host = host
+        self.entered: list[str] = []
+
+    def ask(self, name: str, blocks: int) -> asyncio.Task[Sequence]:
+        async def opened() -> Sequence:
+            prompt = fitting(blocks)
+            sequence = await self._host.open(name, prompt, len(prompt), sampled(5), salt=name)
+            self.entered.append(name)
+            return sequence
+
+        return asyncio.create_task(opened())
+
+    async def settle(self) -> None:
+        """Until all that was asked for was tried once."""
+        for _ in range(3):
+            await asyncio.sleep(0)
+            await self._host.async_engine.call(lambda _: None)
+
+
+async def test_a_large_opening_is_not_passed_by_small_ones_that_come_later(
+    host: EngineHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that are released are passed on at once: nobody has to look for them."""
+    monkeypatch.setattr(engine_host, "ROOM_CHECK_S", 600.0)
+    hogs, openings = await fill(host, leave=20), Openings(host)
+    tasks = [openings.ask("large", 40), *(openings.ask(f"small{n}", 2) for n in range(8))]
+    await openings.settle()
+    assert openings.entered == []
+    host.release(hogs[0])
+    for task in tasks:
+        async with asyncio.timeout(10):
+            host.release(await task)
+    assert openings.entered == ["large", *(f"small{n}" for n in range(8))]
+    later = openings.ask("later", 2)
+    await openings.settle()
+    assert openings.entered[-1] == "later", "nobody waits any more"
+    for sequence in (*hogs, await later):
+        host.release(sequence)
+    await until_empty(host)
+
+
+async def test_openings_wait_no_longer_behind_one_that_is_cancelled(
+    host: EngineHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_host, "ROOM_CHECK_S", 600.0)
+    hogs, openings = await fill(host, leave=20), Openings(host)
+    large, small = openings.ask("large", 40), openings.ask("small", 2)
+    await openings.settle()
+    assert openings.entered == []
+    large.cancel()
+    await asyncio.wait({large})
+    async with asyncio.timeout(10):
+        host.release(await small)
+    for hog in hogs:
+        host.release(hog)
+    await until_empty(host)
+
+
+async def test_an_opening_that_fails_while_it_waits_fails_alone(host: EngineHost) -> None:
+    hogs, openings = await fill(host, leave=20), Openings(host)
+    large, small = openings.ask("large", 40), openings.ask("small", 2)
+    await openings.settle()
+    await host.async_engine.call(lambda engine: engine.release("large"))
+    with pytest.raises(EngineError):
+        async with asyncio.timeout(10):
+            await large
+    async with asyncio.timeout(10):
+        host.release(await small)
+    for hog in hogs:
+        host.release(hog)
+    await until_empty(host)
+
+
+async def test_an_opening_that_finds_room_asks_the_engine_once(
+    host: EngineHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each call may wait for a whole step."""
+    call, calls = host.async_engine.call, 0
+
+    async def counted(*args: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return await call(*args, **options)
+
+    monkeypatch.setattr(host.async_engine, "call", counted)
+    openings = Openings(host)
+    tasks = [openings.ask(f"s{n}", 2) for n in range(3)]
+    for task in tasks:
+        host.release(await task)
+    assert calls == 3
+    await until_empty(host)
+
+
+async def test_without_a_salt_cached_blocks_are_shared_with_nobody(host: EngineHost) -> None:
+    async def cached_under(salt: str | None) -> int:
+        sequence = await host.open("s", PROMPT, len(PROMPT), sampled(5), salt=salt)
+        await host.begin(sequence, 0)
+        await first_ids(host, "s", 1)
+        host.release(sequence)
+        return sequence.num_cached
+
+    assert [await cached_under(salt) for salt in ("", "", None, None, "")] == [0, 48, 0, 0, 48]
     await until_empty(host)
 
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import Counter
+from typing import Any
 
 import msgspec
 import pytest
 from nats.js.api import AckPolicy, ConsumerConfig
 
-from shared.bus import ACK_WAIT_S, RENEW_S, Bus, PublishFailed, WorkQueue
+from shared.bus import ACK_WAIT_S, RENEW_S, Bus, Delivery, PublishFailed, RequestLog, WorkQueue
 from shared.protocol.jobs import decode_request
-from shared.protocol.records import Claimed, Ended, HandedBack, Tokens, Usage
+from shared.protocol.records import Claimed, Ended, HandedBack, Record, Tokens, Usage
 from shared.protocol.streams import REQUESTS
 from shared.protocol.subjects import request_filter
 from shared.worker.holding import WorkerUnfit
 from shared.worker.holdings import Holding, Unservable
 from tests.conftest import NatsServer
-from tests.integration.holdings_harness import begin, idle, state_of, submit, worker
+from tests.integration.holdings_harness import Worker, begin, idle, state_of, submit, worker
 
 
 @pytest.fixture
@@ -384,6 +386,171 @@ async def test_what_cannot_be_written_for_too_long_is_handed_back_and_counts_as_
         state = await state_of(w.bus, request)
         assert (len(state.claims), state.unproductive) == (1, [])
         assert decode_request((await w.pull()).data).request_id == request.request_id
+
+
+async def let_go_without_nats(w: Worker, server: NatsServer) -> Holding:
+    """What it held, and could not even hand back: NATS is away, and still is when this returns."""
+    away = asyncio.Event()
+
+    async def work(_: Holding) -> None:
+        await away.wait()
+        raise PublishFailed("the log was not reachable for 60 s")
+
+    holding = await w.hold(work)
+    await go_away(server, w)
+    away.set()
+    assert holding.task is not None
+    async with asyncio.timeout(20):
+        await holding.task
+    return holding
+
+
+async def go_away(server: NatsServer, w: Worker) -> None:
+    server.kill()
+    async with asyncio.timeout(20):
+        while w.bus.connected:
+            await asyncio.sleep(0.01)
+
+
+async def come_back(server: NatsServer, *workers: Worker) -> None:
+    server.start()
+    async with asyncio.timeout(20):
+        while not all(w.bus.connected for w in workers):
+            await asyncio.sleep(0.01)
+
+
+async def test_a_hand_back_that_nats_did_not_take_is_recorded_before_anybody_claims(
+    own_nats: NatsServer, model: str
+) -> None:
+    async with (
+        worker(own_nats.url, "prefill-0", model, renews=True) as w,
+        worker(own_nats.url, "prefill-1", model) as other,
+    ):
+        request = await submit(w.bus, model)
+        await let_go_without_nats(w, own_nats)
+        assert w.holdings.ids() == [request.request_id], "the others wait for it as long as the word is owed"
+        assert len(w.holdings) == 0
+        await come_back(own_nats, w, other)
+        await other.hold(idle)
+        state = await state_of(other.bus, request)
+        assert [claim.worker for claim in state.claims] == [w.name, other.name]
+        assert state.unproductive == state.claims[1:]
+        assert w.holdings.ids() == []
+
+
+async def test_a_hand_back_that_is_owed_comes_before_this_workers_own_next_claim(
+    own_nats: NatsServer, model: str
+) -> None:
+    async with worker(own_nats.url, "prefill-0", model) as w:  # it renews nothing, so that only the claim records it
+        request = await submit(w.bus, model)
+        await let_go_without_nats(w, own_nats)
+        await come_back(own_nats, w)
+        again = await w.hold(idle)
+        records = [entry.record for entry in await w.bus.open_log("t", request.request_id).read()]
+        assert [type(record) for record in records[1:]] == [Claimed, HandedBack, Claimed]
+        assert not again.alone
+        await again.log.append(Tokens(epoch=again.epoch, index=0, ids=[1], text="x"))
+
+
+@pytest.mark.parametrize("since", ["claimed", "ended"])
+async def test_a_hand_back_is_owed_no_more_once_the_request_is_anothers_or_has_ended(
+    own_nats: NatsServer, model: str, since: str
+) -> None:
+    async with worker(own_nats.url, "prefill-0", model) as w:
+        request = await submit(w.bus, model)
+        holding = await let_go_without_nats(w, own_nats)
+        await come_back(own_nats, w)
+        log = w.bus.open_log("t", request.request_id, holding.log.last_seq)
+        if since == "claimed":
+            await log.append(Claimed(2, "prefill", "prefill-1.x", at_unix_s=time.time()))
+        else:
+            await log.append(Ended(epoch=1, reason="cancelled", usage=Usage(3, 0)))
+        renewing = asyncio.create_task(w.holdings.renew_forever())
+        async with asyncio.timeout(10):
+            while w.holdings.ids():
+                await asyncio.sleep(0.02)
+        renewing.cancel()
+        assert not any(isinstance(entry.record, HandedBack) for entry in await log.read())
+        if since == "claimed":
+            await log.append(Tokens(epoch=2, index=0, ids=[1], text="x"))
+
+
+async def test_a_claim_that_was_stored_without_its_claimant_knowing_is_handed_back(
+    own_nats: NatsServer, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.worker.holdings.CLAIM_PATIENCE_S", 0.0)
+    async with (
+        worker(own_nats.url, "prefill-0", model, renews=True) as w,
+        worker(own_nats.url, "prefill-1", model) as other,
+    ):
+        request = await submit(w.bus, model)
+        delivery = await w.pull()
+        await go_away(own_nats, w)
+        with pytest.raises(PublishFailed):
+            await w.take(delivery)
+        assert w.holdings.ids() == [request.request_id]
+        await come_back(own_nats, w, other)
+        async with asyncio.timeout(10):
+            while (await state_of(other.bus, request)).epoch == 0:  # the client sends what it could not send
+                await asyncio.sleep(0.02)
+        await other.hold(idle)
+        state = await state_of(other.bus, request)
+        assert [claim.worker for claim in state.claims] == [w.name, other.name]
+        assert state.unproductive == state.claims[1:]
+        assert w.holdings.ids() == []
+
+
+async def test_a_worker_whose_claim_is_not_confirmed_yet_is_left_its_request(
+    nats_url: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others see the claim before the claimant hears that it is stored."""
+    stored, confirmed, append = asyncio.Event(), asyncio.Event(), RequestLog.append
+
+    async def append_slowly(self: RequestLog, record: Record, **options: Any) -> int:
+        seq = await append(self, record, **options)
+        if isinstance(record, Claimed) and record.worker.startswith("prefill-0"):
+            stored.set()
+            await confirmed.wait()
+        return seq
+
+    monkeypatch.setattr(RequestLog, "append", append_slowly)
+    async with worker(nats_url, "prefill-0", model) as slow, worker(nats_url, "prefill-1", model) as other:
+        request = await submit(slow.bus, model)
+        delivery = await slow.pull()
+        taking = asyncio.create_task(slow.take(delivery))
+        async with asyncio.timeout(10):
+            await stored.wait()
+            await delivery.give_back()
+            asked_unix_s = time.time()
+            await slow.bus.announce_now()
+            while all(s.worker != slow.name or s.sent_unix_s < asked_unix_s for s in other.bus.statuses.live()):
+                await asyncio.sleep(0.01)
+        assert await other.take(await other.pull()) is None
+        assert (await state_of(other.bus, request)).epoch == 1
+        confirmed.set()
+        assert await taking is not None
+        assert slow.holdings.ids() == [request.request_id]
+
+
+async def test_a_renewal_that_fails_ends_no_other(nats_url: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with worker(nats_url, "prefill-0", model, renews=True) as w:
+        for _ in range(2):
+            await submit(w.bus, model)
+        broken, whole = await w.hold(idle), await w.hold(idle)
+        renewed: Counter[str] = Counter()
+        renew = Delivery.renew
+
+        async def renew_or_fail(self: Delivery) -> None:
+            request_id = decode_request(self.data).request_id
+            renewed[request_id] += 1
+            if request_id == broken.request_id:
+                raise RuntimeError("the transport is closed")
+            await renew(self)
+
+        monkeypatch.setattr(Delivery, "renew", renew_or_fail)
+        async with asyncio.timeout(10):
+            while min(renewed[broken.request_id], renewed[whole.request_id]) < 3:
+                await asyncio.sleep(0.02)
 
 
 async def test_a_failed_step_counts_as_a_crash(nats_url: str, model: str) -> None:

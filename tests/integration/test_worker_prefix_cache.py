@@ -7,11 +7,17 @@ import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import pytest_asyncio
+from numpy.typing import NDArray
 
+from shared.blocks import block_keys, checksums
+from shared.engine.batch import SequenceRows
+from shared.worker.engine_host import EngineHost
+from shared.worker.takeover import SUSPECT_AFTER
 from tests.integration.kv_harness import eventually
-from tests.integration.pipeline_harness import BLOCK, OUTPUT, Pipeline, cached, pipeline_on, text
+from tests.integration.pipeline_harness import BLOCK, OUTPUT, Pipeline, Running, cached, pipeline_on, text
 from tests.unit.engine_harness import tiny_model
 
 
@@ -116,3 +122,87 @@ async def test_tenants_share_nothing(pipeline: Pipeline) -> None:
     await pipeline.ask(prompt, salt="one")
     assert cached(await pipeline.ask(prompt, salt="two")) == 0
     assert cached(await pipeline.ask(prompt, salt="one")) == 4 * BLOCK
+
+
+WRONG = 0x3E
+"""Each byte of a block that was computed wrong: numbers near 0.2, with a checksum of their own."""
+
+
+def spoil_cache(host: EngineHost) -> None:
+    for block_id in host.async_engine.engine.pool._block_of.values():
+        host.block_buffer(block_id)[:] = WRONG
+
+
+async def spoil_store(worker: Running, prompt: list[int]) -> None:
+    layout = worker.host.layout
+    keys = block_keys(layout.layout_id, "tenant", prompt, BLOCK)
+    wrong = np.full(layout.block_bytes, WRONG, np.uint8)
+    [checksum] = await checksums([wrong])
+    refs = await worker.kv.put("", 0.0, [(key, wrong, checksum) for key in keys])
+    assert all(ref.places for ref in refs)
+    await until_indexed(worker, prompt, wrong=True)
+
+
+async def until_indexed(worker: Running, prompt: list[int], *, wrong: bool) -> None:
+    """Until the index tells of the prompt's full blocks that all are wrong ones, or none."""
+    layout = worker.host.layout
+    keys = block_keys(layout.layout_id, "tenant", prompt[: len(prompt) // BLOCK * BLOCK], BLOCK)
+    [checksum] = await checksums([np.full(layout.block_bytes, WRONG, np.uint8)])
+
+    async def indexed() -> bool:
+        found = await worker.kv.find([key.key for key in keys])
+        return all(ref is not None and (ref.checksum == checksum) == wrong for ref in found)
+
+    await eventually(indexed)
+
+
+def crash_steps(host: EngineHost, count: int) -> None:
+    """The next steps fail, which counts as a crash of the requests in them."""
+    runner = host.async_engine.engine._runner
+    forward, left = runner.forward, count
+
+    def crashing(sequences: list[SequenceRows]) -> NDArray[np.float32]:
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise RuntimeError("crashed by what it was given")
+        return forward(sequences)
+
+    runner.forward = crashing  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("stage", ["prefill", "decode"])
+async def test_a_suspect_is_computed_from_its_tokens_and_what_it_computes_takes_the_place_of_wrong_blocks(
+    pipeline: Pipeline, stage: str
+) -> None:
+    """Wrong KV lies in the worker's cache and in the store. It passes every check, so all who use it go wrong."""
+    prefill, decode = await pipeline.prefill(), await pipeline.decode()
+    prompt = text(8, 7 * BLOCK + 5)
+    expected = await pipeline.ask(prompt)
+    suspected_by = prefill if stage == "prefill" else decode
+    await suspected_by.until_idle()
+    spoil_cache(suspected_by.host)
+    await spoil_store(suspected_by, prompt)
+    assert (await pipeline.ask(prompt)).output_ids != expected.output_ids, "this KV is wrong enough to be noticed"
+
+    await suspected_by.until_idle()
+    reused = suspected_by.count("prefix_cache_hits", stage=stage)
+    fetched = suspected_by.count("kv_blocks_hit")
+    crash_steps(suspected_by.host, SUSPECT_AFTER)
+    suspect = await pipeline.ask(prompt)
+    claims = [claim.alone for claim in suspect.claims if claim.stage == stage]
+    assert claims == [*SUSPECT_AFTER * [False], True]
+    assert suspect.output_ids == expected.output_ids
+    assert suspected_by.count("prefix_cache_hits", stage=stage) - reused == SUSPECT_AFTER * 7 * BLOCK
+    last_blocks = SUSPECT_AFTER if stage == "decode" else 0  # the partial one, which no cache has
+    assert suspected_by.count("kv_blocks_hit") - fetched == last_blocks
+    if stage == "prefill":
+        assert cached(suspect) == 0
+
+    await until_indexed(suspected_by, prompt, wrong=False)
+    await suspected_by.until_idle()
+    fresh, cold = await pipeline.prefill(), await pipeline.decode()
+    again = await pipeline.ask(prompt)
+    assert (again.output_ids, cached(again)) == (expected.output_ids, 7 * BLOCK)
+    assert fresh.count("kv_blocks_hit") == 7
+    assert cold.count("kv_blocks_hit") == 8

@@ -24,13 +24,16 @@ class Log:
 class Audit:
     """Knows every request's right output and watches what is stored. Failures are told to the world."""
 
-    def __init__(self, world: World, requests: dict[str, Asked], *, strict: bool, repeated: set[str]) -> None:
+    def __init__(
+        self, world: World, requests: dict[str, Asked], *, strict: bool, crashes: bool, repeated: set[str]
+    ) -> None:
         """`requests`: by each id that a run of them may have. `strict`: no fault but its own death makes a worker
-        forget what it has claimed. `repeated`: subjects of which a message came twice: the refusal of the second may be
-        the answer that a writer hears.
+        forget what it has claimed. `crashes`: workers die, or look as if they had. `repeated`: subjects of which a
+        message came twice: the refusal of the second may be the answer that a writer hears.
         """
         self._world = world
         self._strict = strict
+        self._crashes = crashes
         self._repeated = repeated
         self.requests = requests
         self.logs: dict[str, Log] = {}
@@ -87,7 +90,10 @@ class Audit:
             fail(f"{request_id}: claim with epoch {claim.epoch} behind epoch {state.epoch}")
         if state.holder is not None and state.holder.stage == claim.stage:
             self._world.count("takeover")
-        suspect = sum(1 for earlier in state.unproductive if earlier.stage == claim.stage) >= SUSPECT_AFTER
+        crashed = [earlier for earlier in state.unproductive if earlier.stage == claim.stage]
+        if crashed and not self._crashes:
+            fail(f"{request_id}: nobody has crashed, but {crashed} count as crashes")
+        suspect = len(crashed) >= SUSPECT_AFTER
         if claim.alone != suspect:
             fail(f"{request_id}: claimed with alone={claim.alone} behind {state.unproductive}")
         if claim.alone:

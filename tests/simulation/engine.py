@@ -356,9 +356,9 @@ class SimKV:
         await self._while()
         return [key in self.stored for key in keys]
 
-    async def renew(self, lease_id: str, ttl_s: float) -> bool:
+    async def renew(self, lease_id: str, ttl_s: float) -> list[Place]:
         await self._while()
-        return True
+        return []
 
     async def release(self, lease_id: str) -> None:
         await self._while()

@@ -77,7 +77,7 @@ class Faults:
         self._world.count(f"fault {fault.kind}")
         self._world.note(f"fault {fault} for {process.name if process else None}")
         match fault.kind:
-            case "nats":
+            case "nats" | "outage":
                 self._server.crash(fault.lasts_s)
             case "storm":
                 self._storm(fault)

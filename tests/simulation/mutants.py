@@ -17,6 +17,7 @@ from shared.bus import AppendRefused, Bus, Delivery, LogReader, LogState, Reques
 from shared.protocol.jobs import GenerationRequest
 from shared.protocol.records import Ended
 from shared.worker.holdings import Holding, Holdings
+from shared.worker.owed import OwedHandBacks
 from shared.worker.takeover import Decision, decide
 
 Mutant = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -104,6 +105,10 @@ def hands_back_what_is_anothers() -> contextlib.AbstractContextManager[Any]:
     return patch.object(shared.worker.holdings, "is_ours", lambda last, holding: True)
 
 
+def forgets_what_it_could_not_hand_back() -> contextlib.AbstractContextManager[Any]:
+    return patch.object(OwedHandBacks, "owe", lambda *claim, **more: None)
+
+
 def runs_suspects_beside_others() -> contextlib.AbstractContextManager[Any]:
     def decide_never_busy(*args: Any, **facts: Any) -> Decision:
         return decide(*args, **{**facts, "busy": False})
@@ -187,6 +192,7 @@ MUTANTS: tuple[Mutant, ...] = (
     believes_a_first_delivery,
     samples_logged_tokens_again,
     hands_back_what_is_anothers,
+    forgets_what_it_could_not_hand_back,
     runs_suspects_beside_others,
     convicts_by_any_two_crashes,
     acks_before_the_job_is_stored,

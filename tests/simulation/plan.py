@@ -18,6 +18,7 @@ FaultKind = Literal[
     "cut",
     "hold",
     "nats",
+    "outage",
     "storm",
     "consumer_deleted",
     "kill_before",
@@ -30,6 +31,7 @@ THEMES: dict[str, tuple[int, tuple[FaultKind, ...]]] = {
     "drains": (4, ("drain", "drain", "stop_drain", "stop_drain", "kill")),
     "network": (4, ("storm", "storm", "cut", "hold")),
     "nats": (3, ("nats", "nats", "kill", "consumer_deleted")),
+    "outage": (2, ("nats", "outage", "outage")),
     "engine": (1, ("hang", "step_fails", "stop")),
     "mixed": (
         6,
@@ -40,6 +42,16 @@ THEMES: dict[str, tuple[int, tuple[FaultKind, ...]]] = {
 """What goes wrong in a run: how often the theme is drawn, and the kinds of fault it is made of."""
 
 TENANT = "t"
+PATIENCE_S = 60.0
+OUTLASTED_S = 1.0
+"""How long holders wait for NATS to take an append; the second in runs in which it is away for longer than that."""
+
+BUFFER_BYTES = 8 << 20
+"""What a client keeps to send once it is connected again. 0 in some of those runs, as if it were full."""
+
+OUTAGE_S = 9.0
+"""Long enough that claims and hand-backs are given up. It comes early, when there are no tokens yet."""
+
 LONG_S = 45.0
 """A time-out that is not meant to pass."""
 
@@ -99,6 +111,13 @@ class Plan:
     sets_up_streams: bool
     requests: list[Asked] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+    patience_s: float = PATIENCE_S
+    buffer_bytes: int = BUFFER_BYTES
+
+    @property
+    def crashes(self) -> bool:
+        """Whether a worker may die, or look dead to another that lives; no outage of NATS alone makes it so."""
+        return self.theme == "poison" or any(fault.kind not in ("nats", "outage") for fault in self.faults)
 
 
 def draw_plan(seed: int) -> Plan:
@@ -124,6 +143,8 @@ def draw_plan(seed: int) -> Plan:
         sets_up_streams=draw.random() < 0.1,
         requests=requests,
         faults=[_fault(draw, draw.choice(kinds)) for _ in range(draw.randint(1, 4))] if kinds else [],
+        patience_s=OUTLASTED_S if theme == "outage" else PATIENCE_S,
+        buffer_bytes=draw.choice((0, 0, BUFFER_BYTES)) if theme == "outage" else BUFFER_BYTES,
     )
 
 
@@ -154,10 +175,11 @@ def _request(draw: random.Random, n: int, spread_s: float) -> Asked:
 
 
 def _fault(draw: random.Random, kind: FaultKind) -> Fault:
-    at_event = draw.randint(1, 40) if kind == "kill_before" or draw.random() < 0.7 else None
+    at_event = draw.randint(1, 40 if kind != "outage" else 12) if kind == "kill_before" or draw.random() < 0.7 else None
+    lasts_s = draw.choice((0.05, 0.5, 2.5, 4.0, 8.0)) if kind != "outage" else OUTAGE_S
     return Fault(
         kind=kind,
-        lasts_s=draw.choice((0.05, 0.5, 2.5, 4.0, 8.0)) * draw.uniform(0.7, 1.3),
+        lasts_s=lasts_s * draw.uniform(0.7, 1.3),
         pick=draw.random(),
         at=draw.uniform(0.0, 4.0) if at_event is None else None,
         at_event=at_event,

@@ -168,7 +168,7 @@ async def run_worker(cluster: Cluster, program: WorkerProgram) -> None:
             worker = DecodeWorker(bus, host, cluster.kv, settings, reporter.worker, decode_metrics())
         program.worker = worker
         host.start()
-        reporter.ready(host, worker.holdings, lambda: worker.last_error, lambda: "")
+        reporter.ready(host, worker.holdings, lambda: (worker.last_error, worker.last_error_unix_s), lambda: "")
         await worker.run(program.stop, reporter.draining)
         await host.stop()
 

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 import shared.bus.bus
+from shared.bus import RequestLog
 from shared.bus.streams import stream_config
 from shared.protocol.streams import STREAMS
 from tests.simulation.audit import Audit
@@ -74,7 +75,9 @@ class Simulation:
         self.world = World(plan.seed, keep_trace=verbose, stop_at_failure=stop_at_failure)
         self.server = Server(self.world)
         requests = {request_id: asked for asked in plan.requests for request_id in ids_of(asked)}
-        self.audit = Audit(self.world, requests, strict=not plan.faults, repeated=self.server.repeated)
+        self.audit = Audit(
+            self.world, requests, strict=not plan.faults, crashes=plan.crashes, repeated=self.server.repeated
+        )
         poison = {request_id: asked.poison for request_id, asked in requests.items() if asked.poison is not None}
         self.cluster = Cluster(self.world, plan, SimKV(self.world), poison, self._follow)
         self.workers: dict[str, WorkerProgram] = {}
@@ -89,7 +92,7 @@ class Simulation:
         collecting = gc.isenabled()
         gc.disable()
         try:
-            with production_code_in(self.world, self.server, self.audit.lost), self._streams():
+            with production_code_in(self.world, self.server, self.audit.lost), self._streams(), self._limits():
                 try:
                     self._start()
                     self._run()
@@ -125,6 +128,14 @@ class Simulation:
             return
 
         with patch.object(shared.bus.bus, "ensure_streams", nothing_to_do):
+            yield
+
+    @contextlib.contextmanager
+    def _limits(self) -> Iterator[None]:
+        with (
+            patch.dict(RequestLog.append.__kwdefaults__, patience_s=self.plan.patience_s),
+            patch.object(shared.bus.bus, "PENDING_BYTES", self.plan.buffer_bytes),
+        ):
             yield
 
     def _start(self) -> None:
@@ -287,7 +298,7 @@ class Simulation:
         for program in self.workers.values():
             if program.process.dead or program.worker is None or program.engine is None:
                 continue
-            if len(program.worker.holdings):
+            if len(program.worker.holdings) or program.worker.holdings.ids():
                 held.append(f"{program.process.name} still holds {program.worker.holdings.ids()}")
             if program.engine.open_sequences:
                 held.append(f"the engine of {program.process.name} still has {program.engine.open_sequences}")

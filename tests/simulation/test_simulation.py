@@ -19,7 +19,7 @@ from tests.simulation.simulation import Result, run_seed
 FIRST = int(os.environ.get("HEADRACE_SIMULATION_FIRST", "0"))
 SEEDS = int(os.environ.get("HEADRACE_SIMULATION_SEEDS", "600"))
 PART = 100
-MUTANT_SEEDS = 400
+MUTANT_SEEDS = 800
 """Within so many runs each mutant must be found."""
 
 ROOT = Path(__file__).parents[2]

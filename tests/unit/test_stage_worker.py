@@ -15,10 +15,12 @@ from shared.bus import Bus, Delivery, WorkQueue
 from shared.engine import EngineStopped
 from shared.protocol.blocks import Manifest
 from shared.protocol.jobs import DecodeJob, GenerationRequest, SamplingParams, decode_job, encode_work
+from shared.settings import EngineSettings
 from shared.telemetry.metrics import QueueMetrics
 from shared.worker import stage_worker
 from shared.worker.engine_host import EngineHost
 from shared.worker.holding import Holding, WorkerUnfit, deadline_of
+from shared.worker.reporting import Reporter
 from shared.worker.stage_worker import StageWorker, Work
 
 REQUEST = GenerationRequest(
@@ -68,6 +70,24 @@ async def test_a_worker_without_a_usable_engine_pulls_nothing_and_ends(
         await made._pull(cast(WorkQueue, None), cast(asyncio.TaskGroup, None))
         with pytest.raises(Exited, match=fault):
             await made._exit_when_hung()
+
+
+def test_a_workers_status_tells_its_last_error_and_when_that_was() -> None:
+    named = {"layout": SimpleNamespace(layout_id="l"), "model": SimpleNamespace(name="m")}
+    made = worker_on(SimpleNamespace(pool=None, progress_unix_s=time.time(), **named))
+    reporter = Reporter("decode", cast(EngineSettings, SimpleNamespace(instance="decode-0")), 4, "")
+    reporter.ready(
+        made._host,
+        made.holdings,
+        lambda: (made.last_error, made.last_error_unix_s),
+        lambda: "tcp",
+    )
+    assert (reporter.report().last_error, reporter.report().last_error_unix_s) == ("", 0.0)
+    began = time.time()
+    made._note("fetch_failed", RuntimeError("no route"))
+    told = reporter.report()
+    assert told.last_error == "no route"
+    assert began <= told.last_error_unix_s <= time.time()
 
 
 async def test_an_engine_that_stopped_is_the_workers_fault() -> None:
