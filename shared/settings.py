@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
+
+MAX_DRAIN_S: Final = 600.0
+"""Bound of `drain_s` in every service that has it: whoever stops a service waits that long for it, and longer."""
 
 
 class CommonSettings(BaseSettings):

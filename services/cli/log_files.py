@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,7 +18,6 @@ import msgspec
 _TAIL_BYTES = 256 << 10
 _POLL_S = 0.25
 _MAX_COMPLAINT = 300
-_RECENT_LINES = 2000
 _HIDDEN = frozenset({"event", "level", "time", "logger", "service", "instance"})
 _BAD_LEVELS = frozenset({"error", "critical", "warning"})
 _FRAME = " |+-"
@@ -50,18 +48,6 @@ def last_complaint(path: Path) -> str:
         if line.startswith("Error: ") or (fields is not None and fields.get("level") in _BAD_LEVELS):
             return readable(line)[:_MAX_COMPLAINT]
     return readable(lines[-1])[:_MAX_COMPLAINT] if lines else "it wrote nothing"
-
-
-def last_mention(path: Path, error: str) -> float | None:
-    """When a record of the log had this error last, in Unix seconds; None when its end does not mention it."""
-    for line in reversed(tail(path, _RECENT_LINES)):
-        fields = _fields(line)
-        if fields is not None and fields.get("error") == error:
-            try:
-                return datetime.fromisoformat(str(fields.get("time"))).timestamp()
-            except ValueError:
-                return None
-    return None
 
 
 def readable(line: str) -> str:

@@ -117,10 +117,11 @@ def scale(
     with home.changing():
         stack = Stack.attach(home)
         before = stack.spec.counts[stage]
-        stack = stack.scale(stage, count)
+        rolling = RollingRestart(stack, _say, settings.start_timeout_s)
+        rolling.retire_spare(stage, count)
+        stack = rolling.stack.scale(stage, count)
         if wait:
             asyncio.run(await_instances(stack, stack.spec.instances(stage), settings.start_timeout_s))
-            stack = stack.remove_spare(stage)
     _say(f"{stage}: {before} -> {count}")
     if stage == "gateway":
         _say(" ".join(stack.spec.gateway_url(number) for number in range(count)))

@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from services.cli.log_files import last_complaint, last_mention
+from services.cli.log_files import last_complaint
 from services.cli.spec import SERVERS, START_ORDER, stage_of
 from services.cli.supervisor import ProcessInfo
 from shared.protocol.status import InstanceStatus
@@ -61,7 +61,7 @@ def merge(
     """Rows in the order of the pipeline. What a former run of an instance said is not taken for the present."""
     told = {status.instance: status for status in statuses}
     rows = [_supervised(info, told.pop(info.name, None), now_unix_s, logs) for info in processes.values()]
-    rows += [_foreign(status) for status in told.values()]
+    rows += [_foreign(status, now_unix_s) for status in told.values()]
     order: dict[str, int] = {name: position for position, name in enumerate((*SERVERS, *START_ORDER))}
     return sorted(rows, key=lambda row: (order.get(row.stage, len(order)), len(row.name), row.name))
 
@@ -73,7 +73,7 @@ def _supervised(info: ProcessInfo, status: InstanceStatus | None, now_unix_s: fl
     if info.name in SERVERS and state == "drained":
         state = "stopped"
     log = logs / f"{info.name}.log"
-    last_error = _recent(status.last_error, log, now_unix_s) if status is not None else ""
+    last_error = _recent_error(status, now_unix_s) if status is not None else ""
     if state in ("restarting", "failed", "exited", "silent"):
         unsaid = not info.spawn_error or info.spawn_error.startswith(_DIED)
         last_error = last_complaint(log) if unsaid else info.spawn_error
@@ -88,15 +88,15 @@ def _supervised(info: ProcessInfo, status: InstanceStatus | None, now_unix_s: fl
     )
 
 
-def _recent(error: str, log: Path, now_unix_s: float) -> str:
-    """An instance tells its last error for ever. Its log knows when that was: said with its age, then not any more."""
-    logged_unix_s = last_mention(log, error) if error else None
-    if logged_unix_s is None:
-        return error
-    age_s = max(now_unix_s - logged_unix_s, 0.0)
+def _recent_error(status: InstanceStatus, now_unix_s: float) -> str:
+    """An instance tells its last error for ever: shown with its age, then not any more."""
+    if not status.last_error or not status.last_error_unix_s:
+        return status.last_error
+    age_s = max(now_unix_s - status.last_error_unix_s, 0.0)
     if age_s > ERROR_SHOWN_S:
         return ""
-    return f"{error} ({age_s:.0f} s ago)" if age_s < 60 else f"{error} ({age_s / 60:.0f} min ago)"
+    age = f"{age_s:.0f} s" if age_s < 60 else f"{age_s / 60:.0f} min"
+    return f"{status.last_error} ({age} ago)"
 
 
 def _live_state(info: ProcessInfo, status: InstanceStatus | None, now_unix_s: float) -> str:
@@ -107,13 +107,13 @@ def _live_state(info: ProcessInfo, status: InstanceStatus | None, now_unix_s: fl
     return "silent" if now_unix_s - info.start_unix_s > SILENT_AFTER_S else "starting"
 
 
-def _foreign(status: InstanceStatus) -> Row:
+def _foreign(status: InstanceStatus, now_unix_s: float) -> Row:
     return Row(
         name=status.instance,
         stage=status.stage,
         state=status.state,
         pid=status.pid,
         up_since_unix_s=status.started_unix_s,
-        last_error=status.last_error,
+        last_error=_recent_error(status, now_unix_s),
         status=status,
     )

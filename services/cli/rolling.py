@@ -51,14 +51,27 @@ class RollingRestart:
                 self._remove_spare(left_over[name])
                 continue
             self._say(f"restarting {name}")
-            self._drain(name)
+            if not self._is_down(name):
+                self._drain(name)
             self._start(name)
         return self._endings
 
+    def retire_spare(self, stage: Stage, count: int) -> None:
+        """Before a stage changes to `count` instances: end the spare that a killed command left.
+
+        The instance that it stands in for serves again first, unless the change removes it. Raises StartFailed; the
+        spare serves on then.
+        """
+        if stage not in self.stack.spec.spares:
+            return
+        deputised = self.stack.spec.spares[stage]
+        if deputised < min(count, self.stack.spec.counts[stage]):
+            self._await_behind_spare(stage, f"{stage}-{deputised}")
+        self._remove_spare(stage)
+
     def _restart_stage(self, stage: Stage, names: list[str]) -> None:
         """Those that are down come first: they may serve for the others then."""
-        processes = self.stack.supervisor.processes()
-        down = [name for name in names if name not in processes or processes[name].down]
+        down = [name for name in names if self._is_down(name)]
         for name in down:
             self._say(f"starting {name}, which was down")
             self._start(name)
@@ -72,12 +85,21 @@ class RollingRestart:
             self._start_spare(stage, name)
         self._say(f"restarting {name}")
         self._drain(name)
+        self._await_behind_spare(stage, name)
+
+    def _await_behind_spare(self, stage: Stage, name: str) -> None:
+        """Until it serves (again), started where it is down."""
         try:
             self._start(name)
         except StartFailed as failed:
             if stage not in self.stack.spec.spares:
                 raise
             raise StartFailed(f"{failed}; {spare_of(stage)} serves in its place") from failed
+
+    def _is_down(self, name: str) -> bool:
+        """No process of it runs: it was stopped, or has ended by itself and waits for its next start."""
+        info = self.stack.supervisor.processes().get(name)
+        return info is None or not info.pid
 
     def _has_deputy(self, stage: Stage, name: str) -> bool:
         """Whether another instance takes over. Clients of a gateway know one port, so only its own spare does."""

@@ -9,6 +9,8 @@ import platformdirs
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from shared.settings import MAX_DRAIN_S
+
 MAX_INSTANCES: Final = 64
 """Of one stage on one machine."""
 
@@ -38,6 +40,12 @@ class CliSettings(BaseSettings):
     )
     kv_memory_gib: float = Field(default=1.0, gt=0, description="Memory of each worker's KV cache in GiB")
     store_memory_gib: float = Field(default=1.0, gt=0, description="Memory of each KV store in GiB")
+    drain_s: float = Field(
+        default=20.0,
+        ge=0,
+        le=MAX_DRAIN_S,
+        description="Longest drain of the services that `up` starts; their own defaults are no longer",
+    )
     start_timeout_s: float = Field(default=300.0, gt=0, description="How long `up` waits for the pipeline to answer")
     api_key: SecretStr = Field(
         default=SecretStr(""), description="Sent by `headrace chat` when the gateway asks for keys"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Final, Literal
 
@@ -16,6 +17,13 @@ Server = Literal["nats", "valkey"]
 SERVERS: Final[tuple[Server, ...]] = ("nats", "valkey")
 START_ORDER: Final[tuple[Stage, ...]] = ("kvstore", "prefill", "decode", "draft", "gateway")
 
+STOP_WAIT_S: Final = 35
+"""After SIGTERM an instance has this long at least to hand its work back; then it is killed."""
+
+_BEHIND_DRAIN_S: Final = 15
+"""What an instance needs behind its drain time at most. Gateways need most: their clients have 6 s to go elsewhere,
+what came over NATS is finished in 4 s, and a NATS server that is away costs 5 s more."""
+
 SPARE: Final = "spare"
 """What a spare has in place of a number."""
 
@@ -29,7 +37,8 @@ class StackSpec(msgspec.Struct, frozen=True):
     `stack_id` marks every process of this run. An empty `servers` means that NATS and Redis are run by somebody else.
     `spares` are the instances beside `counts` that stand in while others restart, one of a stage at most, each with the
     number of the instance that it stands in for. A command that was killed leaves them here, and the next one that
-    changes their stage removes them.
+    changes their stage removes them. `stop_wait_s` after SIGTERM an instance is killed; kept here, since a later
+    command may run with another drain time in its environment.
     """
 
     stack_id: str
@@ -43,6 +52,7 @@ class StackSpec(msgspec.Struct, frozen=True):
     counts: dict[Stage, int]
     draft_model: str = ""
     spares: dict[Stage, int] = {}
+    stop_wait_s: int = STOP_WAIT_S
     v: int = 1
 
     def instances(self, stage: Stage) -> list[str]:
@@ -76,6 +86,11 @@ class StackSpec(msgspec.Struct, frozen=True):
 
     def gateway_url(self, number: int = 0) -> str:
         return f"http://127.0.0.1:{self.gateway_port + number}"
+
+
+def stop_wait_s(drain_s: float) -> int:
+    """How long after SIGTERM an instance is killed whose work may take `drain_s` to be handed back."""
+    return max(STOP_WAIT_S, math.ceil(drain_s) + _BEHIND_DRAIN_S)
 
 
 def parse_stage(name: str) -> Stage:

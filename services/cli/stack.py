@@ -39,7 +39,8 @@ class Stack:
     @classmethod
     def attach(cls, home: Home) -> Stack:
         """The stack that runs here. Raises StackNotRunning, which also says what a killed supervisor left behind."""
-        spec, supervisor = home.require_spec(), Supervisor(home.socket)
+        spec = home.require_spec()
+        supervisor = Supervisor(home.socket, spec.stop_wait_s)
         if supervisor.alive():
             return cls(home, spec, supervisor)
         if left := len(stack_processes(spec.stack_id)):
@@ -52,7 +53,7 @@ class Stack:
     @classmethod
     def of(cls, home: Home, spec: StackSpec) -> Stack:
         """Also when its supervisor was killed; `stop` then ends what is left. Raises StackNotRunning if nothing is."""
-        stack = cls(home, spec, Supervisor(home.socket))
+        stack = cls(home, spec, Supervisor(home.socket, spec.stop_wait_s))
         if not stack.supervisor.alive() and not stack_processes(spec.stack_id):
             raise StackNotRunning(f"no stack is running here ({home.root})")
         return stack
@@ -126,7 +127,7 @@ def launch(home: Home, spec: StackSpec, threads: int, say: Say) -> Stack:
     clear_stale(home, say)
     home.save_spec(spec)
     home.write_config(render_config(spec, home, Binaries.locate()))
-    stack = Stack(home, spec, Supervisor(home.socket))
+    stack = Stack(home, spec, Supervisor(home.socket, spec.stop_wait_s))
     try:
         _start_supervisor(stack, threads)
         for server in spec.servers:

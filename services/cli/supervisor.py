@@ -9,18 +9,20 @@ import http.client
 import socket
 import time
 import xmlrpc.client
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from services.cli.errors import SupervisorGone
-from services.cli.supervisor_config import STOP_WAIT_S
+from services.cli.spec import STOP_WAIT_S
 
 _CALL_TIMEOUT_S = 10.0
 _POLL_S = 0.1
-_STOPPED = frozenset({"STOPPED", "EXITED", "FATAL"})
+_KILL_S = 10.0
+"""For the supervisor to kill what did not end by itself."""
+_DOWN = frozenset({"STOPPED", "FATAL"})
 
 # Fault codes of supervisor.xmlrpc.Faults that mean "it is so already".
 _ALREADY_STARTED = 60
@@ -42,14 +44,24 @@ class ProcessInfo(msgspec.Struct, frozen=True):
 
     @property
     def down(self) -> bool:
-        return self.state in _STOPPED
+        """It stays down until somebody starts it; one that is EXITED or in BACKOFF is started again in a moment."""
+        return self.state in _DOWN
 
 
 class Supervisor:
-    """Client of one running supervisor. Every call has a time-out and raises SupervisorGone when it fails."""
+    """Client of one running supervisor. Every call has a time-out and raises SupervisorGone when it fails.
 
-    def __init__(self, socket_path: Path) -> None:
+    `stop_wait_s` is what its instances get to end by themselves (see `StackSpec`).
+    """
+
+    def __init__(self, socket_path: Path, stop_wait_s: int = STOP_WAIT_S) -> None:
         self._socket_path = socket_path
+        self.stop_wait_s = stop_wait_s
+
+    @property
+    def stop_limit_s(self) -> float:
+        """What was asked to stop is down within this time: ended, or killed by the supervisor."""
+        return self.stop_wait_s + _KILL_S
 
     def alive(self) -> bool:
         """Whether somebody answers on the socket."""
@@ -83,17 +95,23 @@ class Supervisor:
     def stop(self, names: Iterable[str]) -> None:
         """Stop processes together and wait until all are down; the supervisor kills those that take too long."""
         waiting = set(names)
-        self.begin_stop(waiting)
-        self._await(
-            lambda: all(info.down for name, info in self.processes().items() if name in waiting),
-            STOP_WAIT_S + 10.0,
-            f"{', '.join(sorted(waiting))} did not stop",
-        )
+        deadline = time.monotonic() + self.stop_limit_s
+        while not all(info.down for name, info in self.press_to_stop(waiting).items() if name in waiting):
+            if time.monotonic() > deadline:
+                raise SupervisorGone(f"{', '.join(sorted(waiting))} did not stop within {self.stop_limit_s:.0f} s")
+            time.sleep(_POLL_S)
 
-    def begin_stop(self, names: Iterable[str]) -> None:
-        """Send the stop signal and return; those that do not run at the moment are not started again either."""
+    def press_to_stop(self, names: Collection[str]) -> dict[str, ProcessInfo]:
+        """Look at all processes, and send the stop signal to those among `names` that have not had it.
+
+        Returns what it saw. To be repeated until they are down: for one that has just ended by itself the supervisor
+        takes no signal, and starts it again.
+        """
+        processes = self.processes()
         for name in names:
-            self._call("supervisor.stopProcess", name, False, accept=(_NOT_RUNNING, _BAD_NAME))
+            if name in processes and not processes[name].down and processes[name].state != "STOPPING":
+                self._call("supervisor.stopProcess", name, False, accept=(_NOT_RUNNING, _BAD_NAME))
+        return processes
 
     def signal(self, name: str, signal_name: str) -> bool:
         """False when the process does not run at the moment."""
@@ -117,13 +135,6 @@ class Supervisor:
 
     def shutdown(self) -> None:
         self._call("supervisor.shutdown")
-
-    def _await(self, reached: Callable[[], bool], timeout_s: float, failure: str) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not reached():
-            if time.monotonic() > deadline:
-                raise SupervisorGone(f"{failure} within {timeout_s:.0f} s")
-            time.sleep(_POLL_S)
 
     def _call(self, method: str, *arguments: object, accept: tuple[int, ...] = ()) -> Any:
         """One call on a connection of its own. Faults listed in `accept` mean that nothing had to be done."""

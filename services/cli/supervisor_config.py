@@ -10,11 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.cli.home import Home
-from services.cli.spec import Server, StackSpec, stage_of
+from services.cli.spec import STOP_WAIT_S, Server, StackSpec, stage_of
 
-STOP_WAIT_S = 35
-"""After SIGTERM an instance has this long to hand its work back; then it is killed. Gateways need most: running answers
-may go on for 20 s, their clients have 6 s to go elsewhere, and a NATS server that is away costs 5 s more."""
 SERVICE_START_S = 3
 """An instance that lives this long counts as started: its next restart is immediate again, not backed off."""
 _ONE_PER_PROCESS = frozenset({"HEADRACE_METRICS_PORT", "HEADRACE_STORE_PORT", "HEADRACE_INSTANCE"})
@@ -102,7 +99,7 @@ def _server(server: Server, spec: StackSpec, home: Home, binaries: Binaries) -> 
         command += ["--dir", home.valkey_data, "--maxmemory", "256mb", "--maxmemory-policy", "allkeys-lru"]
         # Setting its title would overwrite its environment, by which leftovers are known.
         command += ["--set-proc-title", "no"]
-    return _program(server, command, home, {}, priority=10, start_s=1)
+    return _program(server, command, home, {}, priority=10, start_s=1, stop_wait_s=STOP_WAIT_S)
 
 
 def _instance(name: str, spec: StackSpec, home: Home, binaries: Binaries) -> str:
@@ -111,7 +108,9 @@ def _instance(name: str, spec: StackSpec, home: Home, binaries: Binaries) -> str
     if stage == "gateway":
         environment["HEADRACE_PORT"] = str(spec.port_of(name))
     command: list[str | Path] = [binaries.python, "-m", f"services.{stage}"]
-    return _program(name, command, home, environment, priority=100, start_s=SERVICE_START_S)
+    return _program(
+        name, command, home, environment, priority=100, start_s=SERVICE_START_S, stop_wait_s=spec.stop_wait_s
+    )
 
 
 def _program(
@@ -122,6 +121,7 @@ def _program(
     *,
     priority: int,
     start_s: int,
+    stop_wait_s: int,
 ) -> str:
     variables = ",".join(f'{key}="{_text(value)}"' for key, value in environment.items())
     return f"""\
@@ -135,7 +135,7 @@ priority = {priority}
 startsecs = {start_s}
 startretries = {_RETRIES}
 stopsignal = TERM
-stopwaitsecs = {STOP_WAIT_S}
+stopwaitsecs = {stop_wait_s}
 killasgroup = true
 redirect_stderr = true
 stdout_logfile = {_text(home.log_of(name))}

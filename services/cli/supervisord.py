@@ -20,12 +20,18 @@ class Process(supervisor.process.Subprocess):  # type: ignore[misc]  # the packa
     """A supervised process. `backoff` counts its early deaths in a row, and is the next wait in seconds."""
 
     backoff: int
+    exitstatus: int | None
 
     def finish(self, pid: int, status: int) -> None:
-        """Called when it has ended. A kill is somebody else's doing and makes no wait longer than the first."""
-        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
+        """Called when it has ended. A kill is somebody else's doing and makes no wait longer than the first.
+
+        The exit status is kept in any case, and the number of a signal: `headrace drain` tells how an instance ended.
+        """
+        exit_status = os.waitstatus_to_exitcode(status)
+        if exit_status == -signal.SIGKILL:
             self.backoff = 0
         super().finish(pid, status)
+        self.exitstatus = exit_status
 
     def change_state(self, new_state: int, expected: bool = True) -> None:
         self.backoff = min(self.backoff, MAX_WAIT_S - 1)

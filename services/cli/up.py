@@ -17,7 +17,7 @@ from services.cli.interrupts import Interrupted, Interrupts
 from services.cli.preflight import memory_needed, require_disk, require_free, require_memory, stack_ports
 from services.cli.readiness import await_ready
 from services.cli.settings import CliSettings
-from services.cli.spec import SERVERS, START_ORDER, StackSpec
+from services.cli.spec import SERVERS, START_ORDER, StackSpec, stop_wait_s
 from services.cli.stack import Stack, clear_stale, launch
 from services.cli.startup_view import ModelProgress, StartupView
 from shared.models import ModelFiles, resolve_model
@@ -64,6 +64,7 @@ def make_spec(settings: CliSettings, counts: dict[Stage, int]) -> StackSpec:
         redis_port=settings.redis_port,
         gateway_port=settings.port,
         counts={stage: counts.get(stage, 1) for stage in START_ORDER},
+        stop_wait_s=stop_wait_s(settings.drain_s),
     )
 
 

@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.admission import Ticket
 from services.gateway.deadlines import Deadlines, Overdue
+from services.gateway.drafts import priority_of
 from services.gateway.errors import ApiError, failure_of, from_info, internal
 from services.gateway.follow import ChoiceEntry, ClientGone, FollowedLog, Follower
 from services.gateway.gateway import Gateway
@@ -126,7 +127,8 @@ class Generation(Response):
                 transcript.apply(*found)
                 observation.record(*found)
         if (failure := transcript.failure) is not None:
-            raise from_info(failure)
+            retry_after_s = self._gateway.limits.backlog.retry_after_s(priority_of(ticket.accepted))
+            raise from_info(failure, retry_after_s)
         if not transcript.ended:
             raise internal()
         body = completion_body(transcript, self._gateway.fingerprint, self._gateway.tokens)
@@ -255,6 +257,7 @@ def make_follower(
         client_gone=partial(disconnected, receive),
         stopping=gateway.stopping,
         idle_s=gateway.settings.ping_interval_s,
+        retry_after_s=gateway.settings.retry_after_s,
     )
 
 

@@ -108,7 +108,9 @@ def _add_probe_routes(app: FastAPI, gateway: Gateway) -> None:
     async def ready() -> Response:
         missing = gateway.readiness.missing()
         body = {"status": "waiting" if missing else "ready", "model": gateway.model.name, "missing": missing}
-        return JsonBody(body, 503 if missing else 200)
+        if not missing:
+            return JsonBody(body)
+        return JsonBody(body, 503, {"Retry-After": str(gateway.settings.retry_after_s)})
 
     @app.get("/metrics")
     async def metrics(request: Request) -> Response:

@@ -15,6 +15,8 @@ CANCELLED_STATUS: Final = 499
 500 on by themselves; work that somebody cancelled must not start again, so it is none of these."""
 
 _STATUS_BY_CODE: Final = {
+    "context_length_exceeded": 400,
+    "request_too_large": 413,
     "cancelled": CANCELLED_STATUS,
     "queue_timeout": 503,
     "deadline_exceeded": 503,
@@ -23,6 +25,12 @@ _STATUS_BY_CODE: Final = {
     "gateway_stopping": 503,
     "log_unreachable": 503,
 }
+STOPPING_RETRY_S: Final = 1
+"""Told by a gateway that stops: another one, or the next one at its port, takes the client on."""
+
+RETRIABLE: Final = frozenset({429, 503})
+"""Statuses that tell a client to come again; each answer with one of them says when."""
+
 _NOT_RETRIED: Final = frozenset({"cancelled", "queue_timeout", "deadline_exceeded"})
 """The caller has waited its full time already: its library must not wait again behind its back."""
 
@@ -95,12 +103,19 @@ def internal() -> ApiError:
     return ApiError(500, "The gateway failed; its log has the cause.", type=SERVER, code="internal_error")
 
 
-def from_info(error: ErrorInfo) -> ApiError:
-    """The HTTP answer for an error that a log ended with."""
+def from_info(error: ErrorInfo, retry_after_s: int | None = None) -> ApiError:
+    """The HTTP answer for an error that a log ended with.
+
+    `retry_after_s`: told where the error may pass with time; None for what is no answer of its own, as in a stream.
+    """
     status = _STATUS_BY_CODE.get(error.code or "")
     if status is None:
         status = 400 if error.type == INVALID else 500
-    headers = {"x-should-retry": "false"} if error.code in _NOT_RETRIED else {}
+    headers = {}
+    if status in RETRIABLE and retry_after_s is not None:
+        headers["Retry-After"] = str(retry_after_s)
+    if error.code in _NOT_RETRIED:
+        headers["x-should-retry"] = "false"
     return ApiError(status, error.message, type=error.type, code=error.code, param=error.param, headers=headers)
 
 

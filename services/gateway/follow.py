@@ -17,7 +17,7 @@ from typing import Final, Self
 import structlog
 
 from services.gateway.deadlines import Deadlines, Overdue
-from services.gateway.errors import SERVER, ApiError, failure_of
+from services.gateway.errors import SERVER, STOPPING_RETRY_S, ApiError, failure_of, overloaded
 from shared.bus import LogEntry
 from shared.protocol.records import Claimed, Ended, Tokens
 
@@ -71,6 +71,7 @@ class Follower:
             it ended, which then shows in its log.
         client_gone: waited for in a task of its own; returns when the client has disconnected.
         stopping: set when the gateway must let go of its clients.
+        retry_after_s: what clients are told to wait when a log is out of reach, nobody knows for how long.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Follower:
         client_gone: Callable[[], Awaitable[None]],
         stopping: asyncio.Event,
         idle_s: float,
+        retry_after_s: int,
     ) -> None:
         self._logs = logs
         self._running = set(logs)
@@ -88,6 +90,7 @@ class Follower:
         self._client_gone = client_gone
         self._stopping = stopping
         self._idle_s = idle_s
+        self._retry_after_s = retry_after_s
         self._mailbox: asyncio.Queue[ChoiceEntry | None] = asyncio.Queue(MAILBOX)
         self._failure: Exception | None = None
         self._claimed = asyncio.Event()
@@ -164,12 +167,11 @@ class Follower:
     async def _watch_stop(self) -> None:
         await self._stopping.wait()
         self._fail(
-            ApiError(
+            overloaded(
                 503,
+                "gateway_stopping",
                 "This gateway is stopping. The request goes on: follow it by its id, through another gateway or later.",
-                type=SERVER,
-                code="gateway_stopping",
-                headers={"Retry-After": "1"},
+                STOPPING_RETRY_S,
             )
         )
 
@@ -190,14 +192,8 @@ class Follower:
         if followed.lost_unix_s is not None:
             if now >= followed.lost_unix_s:
                 followed.lost_unix_s = math.inf
-                self._fail(
-                    ApiError(
-                        503,
-                        "The request's log is out of reach; ask for it by its id.",
-                        type=SERVER,
-                        code="log_unreachable",
-                    )
-                )
+                text = "The request's log is out of reach; ask for it by its id."
+                self._fail(overloaded(503, "log_unreachable", text, self._retry_after_s))
             return
         overdue = followed.deadlines.overdue(now)
         if overdue is None:

@@ -12,7 +12,7 @@ import nats.errors
 import structlog
 from nats.js.errors import APIError
 
-from services.gateway.backlog import Backlog
+from services.gateway.backlog import Backlog, bounded_s
 from services.gateway.cancellation import cancel_requested
 from services.gateway.errors import ApiError, invalid, overloaded
 from services.gateway.quota import Quota
@@ -40,7 +40,8 @@ class Limits:
         self.active = 0
         self.backlog = Backlog(bus, model, settings)
         self.quota = Quota(bus, settings.max_tenant_unfinished, settings.retry_after_s)
-        self._log_full = False
+        self._log_full_s = 0.0
+        """How long the log has no room, as of the last sample; 0 while it has."""
 
     @contextmanager
     def slots(self, count: int = 1) -> Iterator[None]:
@@ -80,9 +81,9 @@ class Limits:
         """Raises ApiError 503 when the choices would wait too long, the log has no room, or NATS is away."""
         if not self._bus.connected:
             raise self.unavailable("The gateway has lost NATS and is reconnecting.")
-        if self._log_full:
+        if self._log_full_s > 0:
             text = "The log of running requests is full; try again later."
-            raise overloaded(503, "log_full", text, self.backlog.retry_after_s(priority))
+            raise overloaded(503, "log_full", text, bounded_s(self._log_full_s))
         self.backlog.check(priority, choices, queue_timeout_s)
 
     @contextmanager
@@ -101,20 +102,22 @@ class Limits:
         while not cancel_requested():
             try:
                 await self.backlog.sample()
-                self._log_full = await self._is_log_full()
+                self._log_full_s = await self._until_log_room_s()
             except (BusError, nats.errors.Error, APIError, TimeoutError) as error:
                 log.debug("load_not_sampled", error=str(error))
             await asyncio.sleep(BUSY_SAMPLE_S if self.backlog.waiting else SAMPLE_S)
 
-    async def _is_log_full(self) -> bool:
-        """Whether what the log would drop next is young enough to belong to a request that still runs."""
+    async def _until_log_room_s(self) -> float:
+        """How long what a full log would drop next is still young enough to belong to a request that runs, in seconds;
+        0 or less when it is not, or when the log is not full.
+        """
         info = await self._bus.js.stream_info(LOG.name)
         if info.state.bytes < LOG_FULL * (info.config.max_bytes or LOG.max_bytes):
-            return False
+            return 0.0
         oldest = await self._bus.js.get_msg(LOG.name, seq=info.state.first_seq, direct=True)
         stored = datetime.fromisoformat((oldest.headers or {})["Nats-Time-Stamp"][:19]).replace(tzinfo=UTC)
         longest_s = 2 * self._settings.max_timeout_s  # in the queue, and from then on
-        return (datetime.now(UTC) - stored).total_seconds() < longest_s
+        return longest_s - (datetime.now(UTC) - stored).total_seconds()
 
 
 def _check_answers(n: int, prompts: int, most: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import nats.errors
@@ -12,11 +12,9 @@ import structlog
 from nats.aio.msg import Msg
 
 from services.gateway.cancellation import cancel_requested
-from services.gateway.errors import ApiError, internal, overloaded
+from services.gateway.errors import STOPPING_RETRY_S, ApiError, internal, overloaded
 from shared.bus import Bus
 from shared.protocol.subjects import encode_token
-
-STOPPING_RETRY_S: Final = 1
 
 log = structlog.get_logger(__name__)
 

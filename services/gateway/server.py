@@ -10,8 +10,10 @@ from typing import Final
 
 import structlog
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from services.gateway.answers import error_response
+from services.gateway.errors import overloaded
 from services.gateway.gateway import Gateway
 from services.gateway.port_sharing import may_share, prefer_newest, share
 
@@ -62,18 +64,36 @@ class GatewayServer(uvicorn.Server):
         settings = gateway.settings
         super().__init__(
             uvicorn.Config(
-                app,
+                self._serve_bounded,
+                interface="asgi3",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 ws="none",
                 timeout_keep_alive=KEEP_ALIVE_S,
-                limit_concurrency=CONNECTIONS_PER_GENERATION * settings.max_concurrent + 64,
                 timeout_graceful_shutdown=int(settings.drain_s + LET_GO_S) + 1,
             )
         )
+        self._app = app
         self._gateway = gateway
+        self._most_connections = CONNECTIONS_PER_GENERATION * settings.max_concurrent + 64
+
+    async def _serve_bounded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application, as long as there are not too many connections. uvicorn's own bound would answer without a
+        word on when to come again.
+        """
+        if len(self.server_state.connections) < self._most_connections:
+            await self._app(scope, receive, send)
+            return
+        refusal = overloaded(
+            503,
+            "gateway_overloaded",
+            f"This gateway has {self._most_connections} connections or more; try again or use another.",
+            self._gateway.limits.backlog.retry_after_s(),
+        )
+        refusal.headers["Connection"] = "close"
+        await error_response(refusal)(scope, receive, send)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by uvicorn in the signal handler."""

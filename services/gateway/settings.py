@@ -9,7 +9,7 @@ from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from shared.protocol.subjects import Priority
-from shared.settings import CommonSettings
+from shared.settings import MAX_DRAIN_S, CommonSettings
 
 MAX_TENANT_CHARS = 64
 
@@ -42,12 +42,12 @@ class GatewaySettings(CommonSettings):
     )
     max_queued_low: int = Field(1024, ge=1, description="The same of low priority")
     max_queue_wait_s: float = Field(
-        10.0,
+        4.0,
         gt=0,
         description="Refuse requests that would wait longer than this, by the rate at which the queue drains",
     )
     standing_queue_wait_s: float = Field(
-        2.0, gt=0, description="The same once work has been waiting for longer than that: under a load that stays"
+        1.0, gt=0, description="The same once work has been waiting for longer than that: under a load that stays"
     )
     max_tenant_unfinished: int = Field(
         0, ge=0, description="Most requests of one tenant that wait or are worked on; 0: no limit"
@@ -60,7 +60,7 @@ class GatewaySettings(CommonSettings):
     )
     ping_interval_s: float = Field(15.0, gt=0, description="Comment on an idle stream, to keep proxies from closing it")
     send_timeout_s: float = Field(60.0, gt=0, description="A client that takes nothing for this long counts as gone")
-    drain_s: float = Field(20.0, ge=0, description="How long running answers may go on after SIGTERM")
+    drain_s: float = Field(20.0, ge=0, le=MAX_DRAIN_S, description="How long running answers may go on after SIGTERM")
     nats_wait_s: float = Field(30.0, gt=0, description="How long to wait for NATS at the start")
     sweep_interval_s: float = Field(2.0, gt=0, description="How often requests past their deadline are looked for")
 

@@ -34,12 +34,15 @@ class InstanceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     blocks_evictable: int = 0
     leases: int = 0
     holds: list[str] = []
-    """Ids of the requests that this worker has claimed and works on."""
+    """Ids of the requests that the others leave to this worker: it works on them, claims them just now, or has let them
+    go and could not say so in their logs yet."""
     transport: str = ""
     place: Place | None = None
     metrics_url: str = ""
     url: str = ""
     last_error: str = ""
+    last_error_unix_s: float = 0.0
+    """When that was; 0 for one that holds now."""
     details: dict[str, float | str] = {}
     v: int = 1
 

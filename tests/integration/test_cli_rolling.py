@@ -16,6 +16,7 @@ import httpx
 import psutil
 import pytest
 
+from services.cli.stack import Stack
 from services.cli.supervisor import Supervisor
 from shared.bus import Bus
 from shared.models import resolve_model
@@ -105,8 +106,8 @@ def test_servers_are_not_drained(operator: Operator) -> None:
     assert "`headrace restart nats`" in operator.refused("drain", "nats")
 
 
-def test_a_lone_instance_restarts_behind_a_spare_so_that_one_is_ready_all_the_time(operator: Operator) -> None:
-    before = operator.stage("kvstore")["kvstore-0"]["pid"]
+def watched(operator: Operator, *command: str) -> tuple[str, list[set[str]]]:
+    """What a command says, and which stores were ready at each look while it ran, from the first one that was."""
     seen: list[set[str]] = []
 
     async def watch(done: asyncio.Event) -> None:
@@ -116,18 +117,24 @@ def test_a_lone_instance_restarts_behind_a_spare_so_that_one_is_ready_all_the_ti
                 alive_now = [s for s in bus.statuses.live("kvstore") if psutil.pid_exists(s.pid)]
                 seen.append({s.instance for s in alive_now if s.state == "ready"})
 
-    async def restart() -> str:
+    async def run() -> str:
         done = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(watch(done))
             try:
-                return await asyncio.to_thread(operator.ok, "restart", "kvstore")
+                return await asyncio.to_thread(operator.ok, *command)
             finally:
                 done.set()
 
-    assert "starting kvstore-spare" in asyncio.run(restart())
-    first = next(index for index, ready in enumerate(seen) if ready)
-    assert all(seen[first:]), "at some time no store was ready"
+    said = asyncio.run(run())
+    return said, seen[next(index for index, ready in enumerate(seen) if ready) :]
+
+
+def test_a_lone_instance_restarts_behind_a_spare_so_that_one_is_ready_all_the_time(operator: Operator) -> None:
+    before = operator.stage("kvstore")["kvstore-0"]["pid"]
+    said, seen = watched(operator, "restart", "kvstore")
+    assert "starting kvstore-spare" in said
+    assert all(seen), "at some time no store was ready"
     assert {"kvstore-spare"} in seen, "the old one was not stopped before the new one started"
     after = operator.stage("kvstore")
     assert list(after) == ["kvstore-0"]
@@ -190,6 +197,20 @@ def test_scale_removes_a_spare_that_a_killed_restart_left(operator: Operator) ->
 
 
 @pytest.mark.slow
+def test_scale_brings_back_whom_a_left_over_spare_stands_in_for_before_the_spare_goes(operator: Operator) -> None:
+    supervisor = Supervisor(operator.home.socket)
+    restart_killed_when(operator, lambda: supervisor.processes()["kvstore-0"].state == "STOPPING")
+    eventually(lambda: states(operator) == {"kvstore-0": "drained", "kvstore-spare": "ready"})
+    said, seen = watched(operator, "scale", "kvstore=2", "--no-wait")
+    assert "kvstore-spare ended in" in said
+    assert all(seen), "at some time no store was ready"
+    eventually(lambda: states(operator) == {"kvstore-0": "ready", "kvstore-1": "ready"})
+    spec = operator.home.load_spec()
+    assert spec is not None
+    assert spec.spares == {}
+
+
+@pytest.mark.slow
 def test_down_ends_a_spare_that_a_killed_restart_left(operator: Operator) -> None:
     restart_killed_when(operator, lambda: "kvstore-spare" in Supervisor(operator.home.socket).processes())
     processes = operator.processes()
@@ -222,6 +243,14 @@ def test_clients_that_connect_while_the_only_gateway_restarts_all_find_one(publi
     after = public_gateway.stage("gateway")
     assert list(after) == ["gateway-0"]
     assert after["gateway-0"]["pid"] != before
+
+
+@pytest.mark.slow
+def test_a_left_over_spare_keeps_no_port_from_the_gateway_that_is_to_have_it(public_gateway: Operator) -> None:
+    Stack.attach(public_gateway.home).add_spare("gateway", 1)  # as a killed restart of a gateway-1 leaves it
+    eventually(lambda: states(public_gateway, "gateway") == {"gateway-0": "ready", "gateway-spare": "ready"})
+    public_gateway.ok("scale", "gateway=2")
+    assert states(public_gateway, "gateway") == {"gateway-0": "ready", "gateway-1": "ready"}
 
 
 @pytest.mark.slow

@@ -56,6 +56,7 @@ async def test_without_a_worker_a_request_waits_for_its_queue_deadline_and_says_
         503,
         ["a prefill worker for deserted", "a decode worker for deserted"],
     )
+    assert ready.headers["retry-after"] == "2"
     headers = {"x-headrace-queue-timeout-s": "0.5"}
     body = chat_body(fresh_seed()) | {"model": "deserted"}
     answer = await http.post(deserted.url + CHAT, json=body, headers=headers)
@@ -63,6 +64,7 @@ async def test_without_a_worker_a_request_waits_for_its_queue_deadline_and_says_
     assert (answer.status_code, error["code"]) == (503, "queue_timeout")
     assert "no prefill worker is running" in error["message"]
     assert answer.headers["x-should-retry"] == "false"
+    assert answer.headers["retry-after"] == "2"  # the setting, while no rate is known
     streamed = await http.post(deserted.url + CHAT, json={**body, "stream": True}, headers=headers)
     assert streamed.status_code == 200
     assert events_of(streamed.text)[-1][1]["error"]["code"] == "queue_timeout"

@@ -92,6 +92,7 @@ async def test_a_full_queue_of_one_priority_leaves_the_others_open(
         await bus.js.publish(filler("normal"), b"")
         for _ in range(2):  # once by the queue's own word, and later by the gateway's look at it
             assert_refused(await ask(http, gateway), 503, "queue_full")
+            assert_refused(await ask(http, gateway, stream=True), 503, "queue_full")
             assert (await ask(http, gateway, priority="high")).status_code == 200
             assert (await ask(http, gateway, priority="low")).status_code == 200
             await asyncio.sleep(1.2)
@@ -373,10 +374,29 @@ async def test_a_gateway_with_all_slots_taken_refuses_and_recovers(
     await until(served)
 
 
-async def test_a_log_stream_that_would_drop_running_requests_refuses_new_ones(
+async def test_a_client_beyond_the_connections_that_a_gateway_keeps_is_told_when_to_come_again(
+    start: Start, http: httpx.AsyncClient
+) -> None:
+    small = start(max_concurrent="1")
+    crowd = [await asyncio.open_connection("127.0.0.1", int(small.url.rpartition(":")[2])) for _ in range(100)]
+    try:
+        answer = await ask(http, small)
+        assert_refused(answer, 503, "gateway_overloaded")
+        assert answer.headers["connection"] == "close"
+    finally:
+        for _, writer in crowd:
+            writer.close()
+
+    async def served() -> bool:
+        return (await http.get(small.url + "/healthz")).status_code == 200
+
+    await until(served)
+
+
+async def test_a_log_stream_that_would_drop_running_requests_refuses_new_ones_until_they_must_have_ended(
     own_nats: NatsServer, start: Start, http: httpx.AsyncClient
 ) -> None:
-    gateway = start("deserted", url=own_nats.url)
+    gateway = start("deserted", url=own_nats.url, max_timeout_s="20", retry_after_s="60")
     async with await Bus.connect(own_nats.url, name="test") as bus:
         config = (await bus.js.stream_info(LOG.name)).config
         await bus.js.update_stream(config.evolve(max_bytes=20_000))
@@ -385,7 +405,9 @@ async def test_a_log_stream_that_would_drop_running_requests_refuses_new_ones(
 
         async def refused() -> bool:
             answer = await ask(http, gateway, model="deserted", queue_timeout_s=0.2)
-            return bool(answer.json()["error"]["code"] == "log_full" and answer.headers["retry-after"])
+            return bool(answer.json()["error"]["code"] == "log_full")
 
         await until(refused)
+        # In the queue and at work, 20 s each: then nobody needs the oldest record any more.
+        assert assert_refused(await ask(http, gateway, model="deserted"), 503, "log_full") <= 40
     assert gateway.stop() == 0

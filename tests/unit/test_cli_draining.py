@@ -22,13 +22,22 @@ def lines(names: list[str], rows: list[Row], stack: StackSpec | None = None) -> 
 
 def test_an_instance_that_ended_with_0_or_did_not_run_is_no_fault() -> None:
     home = Home(Path("/s"))
-    assert faults([Ending("decode-0", 1.0, 0), Ending("decode-1", 0.0, None)], home) == ""
-    said = faults([Ending("decode-0", 1.0, 0), Ending("decode-1", 2.0, 3), Ending("decode-2", 35.2, -1)], home)
+    ended = Ending("decode-0", 1.0, 0, 75)
+    assert faults([ended, Ending("decode-1", 0.0, None, 75), Ending("decode-2", 0.1, -15, 75)], home) == ""
+    said = faults([ended, Ending("decode-1", 2.0, 3, 75), Ending("decode-2", 75.2, -9, 75)], home)
     assert "decode-0" not in said
     assert "decode-1 ended in 2.0 s with exit status 3" in said
-    assert "decode-2 was killed after 35.2 s (it has 35 s to hand its work back)" in said
+    assert "decode-2 was killed after 75.2 s (it has 75 s to hand its work back)" in said
     assert "/s/logs/decode-1.log, /s/logs/decode-2.log" in said
     assert "\n" not in said
+
+
+def test_an_end_that_nobody_asked_for_is_a_fault_unless_it_was_in_order() -> None:
+    home = Home(Path("/s"))
+    assert faults([Ending("decode-0", 0.1, 0, 35, by_itself=True)], home) == ""
+    for status, manner in ((1, "with exit status 1"), (-11, "by signal 11"), (-15, "by signal 15"), (None, "nobody")):
+        said = faults([Ending("decode-0", 0.1, status, 35, by_itself=True)], home)
+        assert f"decode-0 had ended by itself before it was asked to, {manner}" in said
 
 
 def test_who_waits_is_said_only_where_no_other_instance_is_live() -> None:

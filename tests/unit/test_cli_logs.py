@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.cli.log_files import Follower, last_complaint, last_mention, readable, tail
+from services.cli.log_files import Follower, last_complaint, readable, tail
 
 
 def test_the_tail_of_a_missing_file_is_empty_and_of_a_long_one_bounded(tmp_path: Path) -> None:
@@ -48,20 +48,6 @@ def test_of_a_crash_the_complaint_is_what_the_exception_said(tmp_path: Path) -> 
         "    +------------------------------------\n"
     )
     assert last_complaint(path) == "AttributeError: 'dict' object has no attribute 'name'"
-
-
-def test_a_log_knows_when_it_mentioned_an_error_last(tmp_path: Path) -> None:
-    path = tmp_path / "x.log"
-    assert last_mention(path, "no") is None
-    path.write_text(
-        '{"event":"a","error":"no","time":"1970-01-01T00:00:05Z"}\n'
-        '{"event":"a","error":"no","time":"1970-01-01T00:01:00.5Z"}\n'
-        '{"event":"a","error":"other","time":"1970-01-01T00:02:00Z"}\n'
-        '{"event":"b","error":"untimely","time":"just now"}\n'
-        '{"event":"b","error":"timeless"}\n'
-    )
-    assert last_mention(path, "no") == 60.5
-    assert last_mention(path, "untimely") is last_mention(path, "timeless") is last_mention(path, "never") is None
 
 
 def test_following_loses_no_line_when_the_file_is_rotated_or_truncated(tmp_path: Path) -> None:

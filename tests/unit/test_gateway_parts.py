@@ -178,13 +178,21 @@ def test_the_error_of_a_deadline_says_what_is_missing() -> None:
         (ErrorInfo("m", code="queue_timeout"), 503),
         (ErrorInfo("m", code="deadline_exceeded"), 503),
         (ErrorInfo("m", code="cancelled"), 499),
-        (ErrorInfo("m", type="invalid_request_error", code="prompt_too_long"), 400),
+        (ErrorInfo("m", type="invalid_request_error", code="context_length_exceeded"), 400),
+        (ErrorInfo("m", type="invalid_request_error", code="request_too_large"), 413),
+        (ErrorInfo("m", type="invalid_request_error", code="another"), 400),
+        (ErrorInfo("m", code="queue_full"), 503),
+        (ErrorInfo("m", code="queue_unavailable"), 503),
+        (ErrorInfo("m", code="gateway_stopping"), 503),
+        (ErrorInfo("m", code="log_unreachable"), 503),
         (ErrorInfo("m", code="engine_failed"), 500),
         (ErrorInfo("m"), 500),
     ],
 )
 def test_a_logged_error_has_one_http_status(error: ErrorInfo, status: int) -> None:
-    assert from_info(error).status == status
+    answer = from_info(error, 7)
+    assert answer.status == status
+    assert answer.headers.get("Retry-After") == ("7" if status == 503 else None)
 
 
 def test_every_terminal_record_is_an_answer_or_a_failure() -> None:
@@ -261,6 +269,7 @@ class Followed:
             client_gone=self._client_gone,
             stopping=self.stopping,
             idle_s=idle_s,
+            retry_after_s=7,
         )
 
     async def _entries(self, choice: int) -> AsyncIterator[LogEntry]:
@@ -317,7 +326,7 @@ async def test_a_follower_notices_the_client_and_the_gateways_stop() -> None:
         stopped.stopping.set()
         with pytest.raises(ApiError) as caught:
             await anext(aiter(follower))
-    assert caught.value.code == "gateway_stopping"
+    assert (caught.value.code, caught.value.headers) == ("gateway_stopping", {"Retry-After": "1"})
 
 
 async def test_an_idle_follower_says_so() -> None:
@@ -356,7 +365,8 @@ async def test_a_log_that_does_not_end_after_its_deadline_counts_as_out_of_reach
         with pytest.raises(ApiError) as caught:
             async for _ in follower:
                 pass
-    assert caught.value.code == "log_unreachable"
+    assert (caught.value.status, caught.value.code) == (503, "log_unreachable")
+    assert caught.value.headers == {"Retry-After": "7"}
     assert case.overdue.qsize() == 1
 
 
