@@ -37,7 +37,6 @@ _PROCESS_STATES: Final = {
 class Row(msgspec.Struct, frozen=True):
     """One instance or server. States: ready, starting, draining, stopping, drained, silent, restarting, failed, exited.
 
-
     A drained instance stays down until it is started again; of a server that is "stopped".
     `status` is None for servers and for instances that do not announce themselves (yet).
     """
