@@ -440,8 +440,8 @@ class Holdings:
         self._freed.set()
 
     async def _hand_back(self, holding: Holding) -> None:
-        """Say in the log that the claim ended in good order, or owe it that word while NATS is away, and give the message
-        back, unless another has it."""
+        """Say in the log that the claim ended in good order, or owe it that word while NATS is away, and give the
+        message back, unless another has it."""
         request_log = self._bus.open_log(holding.request.tenant, holding.request_id)
         back = HandedBack(holding.epoch, self._stage, self._worker)
         try:
