@@ -56,7 +56,8 @@ class Decode:
 class Client:
     def __init__(self, decode: Decode) -> None:
         self.decode = decode
-        self.backlog = Backlog(cast(Bus, decode), "m", GatewaySettings(max_queue_wait_s=10.0, standing_queue_wait_s=2.0))
+        settings = GatewaySettings(max_queue_wait_s=10.0, standing_queue_wait_s=2.0)
+        self.backlog = Backlog(cast(Bus, decode), "m", settings)
 
     def asks(self, queue_timeout_s: float = 60.0) -> ApiError | None:
         try:
