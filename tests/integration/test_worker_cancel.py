@@ -214,7 +214,8 @@ async def until_admitted(worker: Running, request: GenerationRequest) -> None:
 
 @pytest.mark.parametrize("hint", [True, False])
 async def test_a_request_cancelled_in_decode_takes_part_in_no_step_more(pipeline: Pipeline, *, hint: bool) -> None:
-    """Without the hint decode learns it from its next append, which the step in progress brings."""
+    """Without the hint decode learns it from its next append, which the step in progress brings; the engine may have
+    begun one more before the refusal comes."""
     await pipeline.prefill()
     decode = await pipeline.decode(speculation="auto")
     gate = Gate(decode.host)
@@ -232,7 +233,7 @@ async def test_a_request_cancelled_in_decode_takes_part_in_no_step_more(pipeline
     await until_let_go(decode, request)
     gate.open()
     await decode.until_idle()
-    assert gate.begun == (6 if hint else 7)
+    assert 6 <= gate.begun <= (6 if hint else 7)
     await assert_cancelled_once(pipeline, request, tokens=6)
     await until_no_leases(pipeline, decode)
 
