@@ -12,7 +12,7 @@ from loadgen.chaos.stack import own_stack
 
 MODEL = "smollm2-135m-instruct"
 SCALE = {"gateway": 2, "prefill": 1, "decode": 2, "draft": 1, "kvstore": 1}
-FAULTS = ("kill decode", "kill prefill in its push", "kill kvstore", "kill gateway", "kill nats")
+FAULTS = ("kill decode", "kill prefill in its push", "kill kvstore", "kill gateway", "kill nats", "cut client")
 SEED = 4
 
 
