@@ -358,6 +358,8 @@ async def test_the_pool_reuses_connections_up_to_its_bound(transport: Transport,
     pool = ConnectionPool(transport, SECRET, per_peer=2)
     used: set[int] = set()
     at_once = most = 0
+    # Without it the first connection may do all exchanges while the second is still being made.
+    full = asyncio.Event()
 
     async def exchange() -> None:
         nonlocal at_once, most
@@ -365,6 +367,9 @@ async def test_the_pool_reuses_connections_up_to_its_bound(transport: Transport,
             at_once += 1
             most = max(most, at_once)
             used.add(id(connection))
+            if at_once == 2:
+                full.set()
+            await full.wait()
             await connection.send_header(b"send 1 1000")
             await connection.receive_buffers([np.zeros(1000, np.uint8)])
             at_once -= 1
