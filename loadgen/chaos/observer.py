@@ -26,6 +26,7 @@ from shared.protocol.streams import LOG
 from shared.protocol.subjects import STATUS_PING, Stage, decode_token, log_subject
 
 _ASK_S: Final = 2.0
+_ASK_EVERY_S: Final = 0.25
 _CONNECT_S: Final = 20.0
 _FRESH_S: Final = 2.5
 _GONE: Final = (nats.errors.Error, APIError, TimeoutError, ConnectionError)
@@ -150,12 +151,15 @@ class Observer:
 
     async def until(self, reached: Callable[[], bool], within_s: float) -> bool:
         """Look again whenever something was heard, asking four times a second."""
-        give_up = time.monotonic() + within_s
+        give_up, ask_s = time.monotonic() + within_s, 0.0
         while not reached():
-            if time.monotonic() > give_up:
+            now = time.monotonic()
+            if now > give_up:
                 return False
-            await self.ping()
-            await self.change(0.25)
+            if now >= ask_s:  # and not whenever something was heard: the answers would lead to more questions
+                ask_s = now + _ASK_EVERY_S
+                await self.ping()
+            await self.change(ask_s - now)
         return True
 
     async def read_log(self, tenant: str, request_id: str, after_seq: int = 0) -> list[Entry]:

@@ -17,7 +17,7 @@ from loadgen.chaos.verify import Answer, answer_of, check_log
 from loadgen.chaos.workload import Request
 from shared.protocol.records import choice_request_id
 
-TOGETHER: Final = 6
+TOGETHER: Final = 8
 
 Expected = dict[int, list[Answer]]
 """By request number: an answer for each choice."""

@@ -21,6 +21,9 @@ MAX_RUNS = 4096
 RECONNECT_CHECK_S = 0.1
 """How often an announcer without a connection looks for one, so as to be heard while the others still wait for it."""
 
+ANSWER_SPACING_S = 0.05
+"""From one status to the next that somebody asked for."""
+
 DEAF_S = 1.5 * STATUS_INTERVAL_S
 """How long after a (re)connection a living instance may still be unheard of."""
 
@@ -94,7 +97,10 @@ class StatusBoard:
 
 
 class Announcer:
-    """Publishes this instance's status every second and when somebody asks, and as soon as it is connected again."""
+    """Publishes this instance's status every second and when somebody asks, and as soon as it is connected again.
+
+    Everybody hears every answer, so however many ask there is one in ANSWER_SPACING_S at most.
+    """
 
     def __init__(self, client: Client, report: Callable[[], InstanceStatus]) -> None:
         self._client = client
@@ -111,9 +117,11 @@ class Announcer:
         try:
             while True:
                 sent = await self.publish()
+                earliest_s = time.monotonic() + ANSWER_SPACING_S
                 try:
                     async with asyncio.timeout(STATUS_INTERVAL_S if sent else RECONNECT_CHECK_S):
                         await self._asked.wait()
+                    await asyncio.sleep(earliest_s - time.monotonic())
                 except TimeoutError:
                     pass
                 self._asked.clear()
