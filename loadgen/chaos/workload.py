@@ -23,7 +23,7 @@ WAVE: Final = 8
 OUTPUT_TOKENS: Final = 48
 SHORT_WORDS: Final = (8, 40)
 SHARED_WORDS: Final = 160
-LONG_WORDS: Final = (300, 400)
+LONG_WORDS: Final = (420, 560)
 REPEATED_WORDS: Final = 24
 FAMILIES: Final = 3
 """Requests of one family begin alike, so that they meet in the prefix caches."""
