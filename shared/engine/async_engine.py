@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 OnSteps = Callable[[list[SequenceStep], StepStats], None]
 OnFailure = Callable[[list[str], BaseException], None]
+AfterStep = Callable[[Engine, list[SequenceStep]], None]
 
 _TICK_S = 0.5
 """An idle thread wakes this often, only to show that it is alive."""
@@ -42,11 +43,15 @@ class AsyncEngine:
 
     When a step raises, every started sequence is released and reported through `on_failure`; the engine goes on. When
     `fault` is set it is of no use any more: only a new process helps.
+
+    `after_step`, where one is set, is called in the engine's thread with what each step did, before the event loop
+    hears of it. It may use the engine, and must neither raise nor take long.
     """
 
     def __init__(self, engine: Engine, on_steps: OnSteps, on_failure: OnFailure) -> None:
         self.engine = engine
         self.progress_unix_s = time.time()
+        self.after_step: AfterStep | None = None
         self.fault: Literal["", "engine_dead", "engine_broken"] = ""
         """Dead: the thread ended unasked. Broken: every step raises."""
         self._failed_in_a_row = 0
@@ -116,9 +121,9 @@ class AsyncEngine:
 
         self._post(run)
 
-    def propose(self, seq_id: str, start: int, token_ids: list[int]) -> None:
+    def propose(self, seq_id: str, start: int, token_ids: list[int], proposer: str = "") -> None:
         """Hand drafted tokens to the engine. Never blocks, may be called from any thread, gives no answer."""
-        self.post(lambda engine: engine.propose(seq_id, start, token_ids))
+        self.post(lambda engine: engine.propose(seq_id, start, token_ids, proposer))
 
     def _post(self, job: Callable[[], None]) -> bool:
         """Queue a job for the thread. False when the thread is not running."""
@@ -177,6 +182,8 @@ class AsyncEngine:
             return True
         if steps:
             self._failed_in_a_row = 0
+            if self.after_step is not None:
+                self.after_step(engine, steps)
             self._send(self._on_steps, steps, engine.last_stats)
         failures = engine.take_failures()
         for seq_id, failure in failures:

@@ -22,6 +22,7 @@ class EngineConfig:
 
     `max_batch_tokens` bounds the tokens of one forward, `max_running` the sequences that take part in a step,
     `max_draft_tokens` the drafted rows of one sequence in a step, `kv_memory_bytes` the memory of the paged cache.
+    `adaptive_drafts` verifies as many drafts as pay by what was measured, else all that fit.
     `prefix_caching` keeps the blocks of ended sequences for those that begin alike, until others need the room.
     """
 
@@ -39,6 +40,7 @@ class EngineConfig:
     max_batch_tokens: int = 256
     max_running: int = 16
     max_draft_tokens: int = 8
+    adaptive_drafts: bool = True
     prefix_caching: bool = True
 
     def __post_init__(self) -> None:

@@ -114,10 +114,13 @@ class GraphSet:
                 logits = forward(static.batch)
             self._by_rows[rows] = _Captured(static, graph, logits)
 
+    def size_for(self, rows: int) -> int | None:
+        """The smallest captured row count that holds so many."""
+        return min((n for n in self._by_rows if n >= rows), default=None)
+
     def run(self, sequences: list[SequenceRows]) -> torch.Tensor | None:
         """Logits [1, rows, vocabulary], to be read before the next run; None when no captured row count will do."""
-        rows = sum(len(s.token_ids) for s in sequences)
-        size = min((n for n in self._by_rows if n >= rows), default=None)
+        size = self.size_for(sum(len(s.token_ids) for s in sequences))
         if size is None or not fits(sequences):
             return None
         captured = self._by_rows[size]

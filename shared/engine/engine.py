@@ -17,6 +17,7 @@ from shared.engine.batch import SequenceRows
 from shared.engine.block_pool import BlockPool
 from shared.engine.config import EngineConfig
 from shared.engine.detokenizer import Detokenizer
+from shared.engine.draft_policy import DraftPolicy
 from shared.engine.errors import BadLogits, EngineError, PromptTooLong, SequenceTooLarge, UnknownSequence
 from shared.engine.logit_rules import LogitRules
 from shared.engine.logprobs import token_logprobs
@@ -24,7 +25,7 @@ from shared.engine.runner import ModelRunner
 from shared.engine.sampler import choose_token
 from shared.engine.scheduler import Scheduler, Work
 from shared.engine.sequence import Sequence, SequenceStep, StepStats, StopReason
-from shared.engine.verification import usable_drafts, verify
+from shared.engine.verification import extended, usable_drafts, verify
 from shared.protocol.blocks import KVLayout
 from shared.protocol.jobs import SamplingParams
 from shared.protocol.records import TokenLogprobs
@@ -46,6 +47,9 @@ class Engine:
         self.last_stats = StepStats(time.monotonic(), 0.0, 0, 0, 0, 0, 0)
         self._runner = runner
         self._tokenizer = tokenizer
+        self._draft_policy: DraftPolicy | None = None
+        if config.adaptive_drafts and config.max_draft_tokens:
+            self._draft_policy = DraftPolicy(config.max_draft_tokens, config.max_batch_tokens)
         self._scheduler = Scheduler(
             self.pool,
             block_tokens=config.block_tokens,
@@ -54,6 +58,7 @@ class Engine:
             max_draft_tokens=config.max_draft_tokens,
             prefix_caching=config.prefix_caching,
             on_allocate=runner.cache.clear,
+            draft_policy=self._draft_policy,
         )
         self._sequences: dict[str, Sequence] = {}
         self._failures: list[tuple[str, Exception]] = []
@@ -157,14 +162,16 @@ class Engine:
         sequence.num_computed = max(sequence.num_computed, min(n_tokens, len(sequence.token_ids) - 1))
         self._scheduler.commit(sequence)
 
-    def start(self, sequence: Sequence) -> None:
-        """Join the running batch from the next step on."""
+    def start(self, sequence: Sequence, *, pause_after: int | None = None) -> None:
+        """Join the running batch from the next step on; with `pause_after` until it has sampled that many more."""
         self._check_known(sequence)
         if sequence.state not in ("new", "admitted", "paused"):
             raise UnknownSequence(f"sequence {sequence.seq_id} is {sequence.state} and cannot be started")
         if sequence.finish_reason is not None:
             raise EngineError(f"sequence {sequence.seq_id} has ended already: {sequence.finish_reason}")
         sequence.num_sampled = 0
+        if pause_after is not None:
+            sequence.pause_after = pause_after
         self._scheduler.add(sequence)
 
     def pin(self, seq_id: str) -> list[int]:
@@ -185,18 +192,27 @@ class Engine:
         if sequence is not None:
             sequence.pins = max(0, sequence.pins - 1)
 
-    def propose(self, seq_id: str, start: int, token_ids: list[int]) -> None:
+    def propose(self, seq_id: str, start: int, token_ids: list[int], proposer: str = "") -> None:
         """Drafted tokens from absolute position `start` on; used in the next step if they agree with the sequence.
 
-        Never an error: a proposal for an unknown sequence, or one that continues nothing, is dropped and leaves an
-        earlier one in place.
+        They may also go on from what was proposed before and still agrees. The later proposal wins, unless it says
+        less of the same. Never an error: one for an unknown sequence, or that continues nothing, is dropped and leaves
+        an earlier one in place.
         """
         sequence = self._sequences.get(seq_id)
-        if sequence is None or not usable_drafts(sequence.token_ids, start, token_ids, limit=1):
+        if sequence is None:
             return
-        limit = len(sequence.token_ids) - start + 4 * self.config.max_draft_tokens
-        if all(0 <= t < self.vocab_size for t in token_ids[:limit]):
-            sequence.proposal = (start, token_ids[:limit])
+        known = len(sequence.token_ids)
+        limit = 4 * self.config.max_draft_tokens
+        present = usable_drafts(sequence.token_ids, *sequence.proposal, limit) if sequence.proposal else []
+        behind = start > known
+        proposed = token_ids[:limit] if behind else usable_drafts(sequence.token_ids, start, token_ids, limit)
+        joined = extended(present, max(start - known, 0), proposed)
+        if joined is None or not all(0 <= t < self.vocab_size for t in proposed):
+            return
+        sequence.proposal = (known, joined[:limit])
+        if not behind:
+            sequence.proposer = proposer
 
     def rewind(self, sequence: Sequence, token_ids: list[int], *, pause_after: int | None = None) -> None:
         """Replace the sequence's tokens, keeping the KV of the common beginning, and start it again.
@@ -301,16 +317,30 @@ class Engine:
                     item.sequence.state = "failed"
                     self._failures.append((item.sequence.seq_id, error))
                 row += rows
+        duration_s = time.monotonic() - started_s
+        self._learn_cost(work, duration_s)
         self.last_stats = StepStats(
             started_s=started_s,
-            duration_s=time.monotonic() - started_s,
+            duration_s=duration_s,
             batch_tokens=sum(w.count + len(w.drafts) for w in work),
             running=self.num_running,
             waiting=self.num_waiting,
             drafted=sum(s.drafted for s in steps),
             accepted=sum(s.accepted for s in steps),
+            speculating=sum(w.decodes and w.sequence.speculate for w in work),
+            ready=sum(bool(w.offered) for w in work),
         )
         return steps
+
+    def _learn_cost(self, work: list[Work], seconds: float) -> None:
+        if self._draft_policy is None:
+            return
+        rows = sum(1 + len(w.drafts) for w in work if w.decodes)
+        chunk_tokens = sum(w.count for w in work if not w.decodes)
+        if chunk_tokens:
+            self._draft_policy.cost.observe_chunk(rows, chunk_tokens, seconds)
+        elif rows:
+            self._draft_policy.cost.observe(rows, self._runner.padded_rows(rows), seconds)
 
     def _finish_work(self, work: Work, logits: NDArray[np.float32]) -> SequenceStep:
         """`logits` [1 + drafts, vocabulary] of the last known token and the drafts; empty within a prompt."""
@@ -331,6 +361,8 @@ class Engine:
 
         if work.samples:
             new_ids, accepted = verify(work.drafts, generate, lambda: sequence.finish_reason is not None)
+            if self._draft_policy is not None and work.offered:
+                self._draft_policy.judge(sequence.acceptance, sequence.proposer, work.offered, new_ids)
             sequence.num_computed += accepted
             sequence.num_sampled += len(new_ids)
             if sequence.finish_reason is not None:
@@ -350,6 +382,9 @@ class Engine:
             accepted=accepted,
             logprobs=logprobs,
             num_cached=sequence.num_cached,
+            offered=len(work.offered),
+            proposer=sequence.proposer if work.offered else "",
+            wanted=sequence.acceptance.wanted,
         )
 
     @staticmethod

@@ -79,6 +79,7 @@ class ModelRunner:
             probes[layer is head].append(self._row_probe(layer, shape))
         self.fused_layers = self._fuse_layers(trial, batch)
         safe = self._safe_sizes(probes)
+        self._safe = safe
         self._builder = BatchBuilder(self.attention, self._device, safe)
         leaves = (HalfLinear, PackedLinear, Int8Linear, TiledLinear, FusedPart, KernelRMSNorm, UniformActivation)
         call_directly(model.module, leaves)
@@ -115,6 +116,10 @@ class ModelRunner:
         """
         logits = self._graphs.run(sequences)
         return self._run(self._builder.build(sequences)) if logits is None else self._to_host(logits)
+
+    def padded_rows(self, rows: int) -> int:
+        """How many rows a decode step or verification of so many computes. Quick for those that a forward has had."""
+        return self._graphs.size_for(rows) or self._safe.rows(rows)
 
     @property
     def graph_rows(self) -> list[int]:

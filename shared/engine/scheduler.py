@@ -10,9 +10,10 @@ sequence's blocks those that are full and computed may be shared, the others are
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shared.engine.block_pool import BlockPool
+from shared.engine.draft_policy import Candidate, DraftPolicy
 from shared.engine.errors import OutOfBlocks
 from shared.engine.prefix_keys import extend_keys
 from shared.engine.sequence import Sequence
@@ -21,12 +22,21 @@ from shared.engine.verification import usable_drafts
 
 @dataclass(frozen=True)
 class Work:
-    """`count` known tokens of `sequence` to feed, then `drafts`. `samples`: this feeds the last token that it has."""
+    """`count` known tokens of `sequence` to feed, then `drafts`. `samples`: this feeds the last token that it has.
+
+    `drafts` are the beginning of the `offered` ones: those of the proposal that could have been verified.
+    """
 
     sequence: Sequence
     count: int
     drafts: list[int]
     samples: bool
+    offered: list[int] = field(default_factory=list)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is a decode row, and no part of a prompt."""
+        return self.samples and self.count == 1
 
 
 class Scheduler:
@@ -42,8 +52,12 @@ class Scheduler:
         max_draft_tokens: int,
         prefix_caching: bool = True,
         on_allocate: Callable[[list[int]], None] | None = None,
+        draft_policy: DraftPolicy | None = None,
     ) -> None:
-        """`on_allocate` learns which blocks are to be written by a new holder, before anything is."""
+        """`on_allocate` learns which blocks are to be written by a new holder, before anything is.
+
+        `draft_policy` decides how many of the drafts are verified; without one all that fit are.
+        """
         self._pool = pool
         self._block_tokens = block_tokens
         self._max_batch_tokens = max_batch_tokens
@@ -51,6 +65,7 @@ class Scheduler:
         self._max_draft_tokens = max_draft_tokens
         self._prefix_caching = prefix_caching
         self._on_allocate = on_allocate
+        self._draft_policy = draft_policy
         self.prefix_queries = 0
         """Tokens of all sequences when they first got blocks."""
         self.prefix_hits = 0
@@ -213,15 +228,36 @@ class Scheduler:
         """One row for each decoding sequence, and the drafts that fit. Prompts keep half of what the rows leave."""
         decoding = [s for s in self.running if s.num_pending == 1]
         ready = [s for s in decoding if self._secure(s, len(s.token_ids))]
+        ready = [s for s in ready if s.state == "running"]
         spare = self._max_batch_tokens - len(ready)
+        prompt_tokens = sum(s.num_pending for s in self.running if s.num_pending > 1)
         if len(decoding) < len(self.running):
             spare //= 2
+        offers = [self._offered(s) for s in ready]
+        lengths = self._lengths(ready, offers, spare, prompt_tokens)
         work = []
-        for sequence in ready:
-            drafts = self._drafts(sequence, spare) if sequence.state == "running" else []
+        for sequence, offered, length in zip(ready, offers, lengths, strict=True):
+            drafts = offered[: max(min(length, spare, self._room(sequence)), 0)]
+            self._grow(sequence, len(sequence.token_ids) + len(drafts))
             spare -= len(drafts)
-            work.append(Work(sequence, 1, drafts, samples=True))
+            work.append(Work(sequence, 1, drafts, samples=True, offered=offered))
         return work
+
+    def _lengths(self, ready: list[Sequence], offers: list[list[int]], spare: int, prompt_tokens: int) -> list[int]:
+        """How many drafts of each decoding sequence shall be verified."""
+        if self._draft_policy is None:
+            return [len(offered) for offered in offers]
+        drafting = [i for i, s in enumerate(ready) if s.speculate]
+        chosen = self._draft_policy.choose(
+            [Candidate(ready[i].acceptance, ready[i].proposer, len(offers[i])) for i in drafting],
+            len(ready),
+            chunk_tokens=min(prompt_tokens, self._max_batch_tokens - len(ready)),
+            spare=spare,
+        )
+        lengths = [0] * len(ready)
+        for i, length in zip(drafting, chosen, strict=True):
+            lengths[i] = length
+        return lengths
 
     def _shortest(self, prompts: list[Sequence], budget: int) -> tuple[Sequence | None, int]:
         """The prompt with the least left, and what older ones must leave of the budget for it: half of it at most.
@@ -295,19 +331,21 @@ class Scheduler:
             self.running.remove(sequence)
             self.add(sequence)
 
-    def _drafts(self, sequence: Sequence, spare: int) -> list[int]:
-        """The drafts to verify: never more than may still be generated, and none that would cost another its blocks."""
+    def _offered(self, sequence: Sequence) -> list[int]:
+        """The drafts that may be verified: never more than may still be generated, and none that would cost another its
+        blocks."""
         if sequence.proposal is None or not sequence.speculate:
             return []
         start, proposed = sequence.proposal
         left = sequence.max_length - len(sequence.token_ids)
         if sequence.pause_after is not None:
             left = min(left, sequence.pause_after - sequence.num_sampled)
-        room = (len(sequence.block_ids) + self._pool.num_free) * self._block_tokens - len(sequence.token_ids)
-        limit = min(self._max_draft_tokens, spare, left - 1, room)
-        drafts = usable_drafts(sequence.token_ids, start, proposed, limit)
-        self._grow(sequence, len(sequence.token_ids) + len(drafts))
-        return drafts
+        limit = min(self._max_draft_tokens, left - 1, self._room(sequence))
+        return usable_drafts(sequence.token_ids, start, proposed, limit)
+
+    def _room(self, sequence: Sequence) -> int:
+        """Tokens for which it has blocks or could have free ones, beyond those known."""
+        return (len(sequence.block_ids) + self._pool.num_free) * self._block_tokens - len(sequence.token_ids)
 
 
 def _age(sequence: Sequence) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shared.engine.detokenizer import Detokenizer
+from shared.engine.draft_policy import Acceptance
 from shared.engine.logit_rules import LogitRules
 from shared.protocol.jobs import SamplingParams
 from shared.protocol.records import TokenLogprobs
@@ -21,8 +22,9 @@ class Sequence:
     `token_ids` is the prompt and the output so far. The KV of the first `num_computed` of them lies in `block_ids`
     (in order); the last token known is never computed before it is fed. `pause_after` parks the sequence once that
     many tokens were sampled since it started. It ends with `length` at `max_length` tokens in all. `proposal` is the
-    newest drafted run: (absolute position, token ids). While `pins` is not 0 it keeps its blocks. `rules`, if the
-    request has any, know every output token in `token_ids`; one of `stop_ids` ends the sequence.
+    newest drafted run: (absolute position, token ids), `proposer` who guessed its next token, `acceptance` what became
+    of the drafts so far. While `pins` is not 0 it keeps its blocks. `rules`, if the request has any, know every output
+    token in `token_ids`; one of `stop_ids` ends the sequence.
 
     The first `num_committed` blocks are full, final and read only: others may hold them too, found by `block_keys`,
     which mix in the `salt`. The KV of `num_cached` tokens came from the prefix cache and was never computed here; what
@@ -54,6 +56,8 @@ class Sequence:
     block_keys: list[bytes] = field(default_factory=list)
     pins: int = 0
     proposal: tuple[int, list[int]] | None = None
+    proposer: str = ""
+    acceptance: Acceptance = field(default_factory=Acceptance)
     finish_reason: StopReason | None = None
 
     @property
@@ -72,7 +76,8 @@ class SequenceStep:
 
     `new_ids` are the output tokens `first_index ..`; empty while a prompt is still being computed. `text` is what they
     add to the visible text. `num_computed` tokens of KV are now final in the sequence's blocks; `num_cached` of them
-    came from the prefix cache. `drafted` rows were verified, `accepted` of them were right.
+    came from the prefix cache. `proposer` had `offered` drafts that could be verified; `drafted` of them were, and the
+    first `accepted` of those were right. `wanted` drafts are worth asking for, as long as load and text stay so.
     """
 
     seq_id: str
@@ -86,11 +91,17 @@ class SequenceStep:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One for each of `new_ids` when the request asked for them, else empty."""
     num_cached: int = 0
+    offered: int = 0
+    proposer: str = ""
+    wanted: int = 0
 
 
 @dataclass(frozen=True)
 class StepStats:
-    """One step as a whole. `started_s` is on the monotonic clock; `batch_tokens` counts real rows, not padding."""
+    """One step as a whole. `started_s` is on the monotonic clock; `batch_tokens` counts real rows, not padding.
+
+    Of `speculating` sequences, which could have used drafts, `ready` had a proposal in time.
+    """
 
     started_s: float
     duration_s: float
@@ -99,3 +110,5 @@ class StepStats:
     waiting: int
     drafted: int
     accepted: int
+    speculating: int = 0
+    ready: int = 0

@@ -17,6 +17,18 @@ def usable_drafts(token_ids: Sequence[int], start: int, proposed: Sequence[int],
     return list(proposed[known : known + max(limit, 0)])
 
 
+def extended(present: Sequence[int], offset: int, proposed: Sequence[int]) -> list[int] | None:
+    """What is proposed behind the tokens known once `proposed` has come, whose first token stands `offset` behind them.
+
+    `present` is what was proposed before. A run that goes on from it extends it, one that disagrees replaces it from
+    there. None when nothing changes: it says less of the same, or begins beyond the end.
+    """
+    if offset > len(present):
+        return None
+    joined = [*present[:offset], *proposed]
+    return None if list(present[: len(joined)]) == joined else joined
+
+
 def verify(
     drafts: Sequence[int], choose: Callable[[int], int], ended: Callable[[], bool] = lambda: False
 ) -> tuple[list[int], int]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from shared.engine.block_pool import BlockPool
+from shared.engine.draft_policy import DraftPolicy
 from shared.engine.scheduler import Scheduler, Work
 from shared.engine.sequence import Sequence as EngineSequence
 from shared.engine.verification import verify
@@ -64,6 +65,7 @@ class World:
     choose: Callable[[int], int] = lambda _: 7
     keep_finished: bool = False
     prefix_caching: bool = True
+    draft_policy: DraftPolicy | None = None
     pool: BlockPool = field(init=False)
     scheduler: Scheduler = field(init=False)
     sequences: list[EngineSequence] = field(default_factory=list)
@@ -81,6 +83,7 @@ class World:
             max_draft_tokens=MAX_DRAFTS,
             prefix_caching=self.prefix_caching,
             on_allocate=self._clear,
+            draft_policy=self.draft_policy,
         )
 
     def _clear(self, block_ids: list[int]) -> None:

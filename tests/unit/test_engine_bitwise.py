@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
-from shared.engine import NumericsError, row_safety, runner
+from shared.engine import Engine, NumericsError, Sequence, row_safety, runner
 from shared.engine.activations import UniformActivation
 from shared.engine.batch import SequenceRows
+from shared.engine.draft_policy import DraftPolicy
 from shared.engine.runner import ModelRunner
 from tests.unit.engine_harness import (
     Mixer,
@@ -84,6 +86,48 @@ def test_two_engines_of_the_same_model_agree_on_their_layout_and_other_dtypes_do
     layouts = [load_runner(path, dtype).layout for dtype in ("fp32", "fp32", "fp16-packed")]
     assert layouts[0].layout_id == layouts[1].layout_id
     assert layouts[0].layout_id != layouts[2].layout_id
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_how_many_drafts_the_policy_verifies(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any number of right and wrong drafts in any step: every row that counts has the bits of undrafted decoding."""
+    path = tiny_model(tmp_path)
+    prompts = {f"s{i}": [(j * 37 + i) % 250 for j in range(20 + 9 * i)] for i in range(4)}
+    plain = load(path, dtype=dtype)
+    reference: dict[tuple[str, int], bytes] = {}
+    found: dict[tuple[str, int], bytes] = {}
+    seen = reference
+    choose = Engine._choose
+
+    def recorded(sequence: Sequence, logits: NDArray[np.float32]) -> int:
+        seen[sequence.seq_id, len(sequence.token_ids)] = logits.tobytes()
+        return choose(sequence, logits)
+
+    monkeypatch.setattr(Engine, "_choose", staticmethod(recorded))
+    for name, prompt in prompts.items():
+        begin(plain, name, prompt, sampled(40))
+    expected = outputs(drain(plain))
+    rng = random.Random(4)
+    monkeypatch.setattr(
+        DraftPolicy,
+        "choose",
+        lambda self, candidates, *args, **options: [rng.randint(0, c.length) for c in candidates],
+    )
+    seen, engine = found, load(path, dtype=dtype, adaptive_drafts=True)
+    steps = []
+    for name, prompt in prompts.items():
+        begin(engine, name, prompt, sampled(40))
+    while engine.has_work:
+        for name, ids in expected.items():
+            known = len(engine._sequences[name].output_ids)
+            guess = [t if rng.random() < 0.8 else (t + 1) % 250 for t in ids[known : known + 8]]
+            engine.propose(name, len(prompts[name]) + known, guess)
+        steps += engine.step()
+    assert outputs(steps) == expected
+    assert found == reference
+    assert 0 < sum(s.accepted for s in steps) < sum(s.drafted for s in steps)
 
 
 @pytest.fixture

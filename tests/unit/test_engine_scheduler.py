@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.engine.draft_policy import Candidate, DraftPolicy
 from shared.engine.errors import OutOfBlocks
 from shared.engine.sequence import Sequence
-from tests.unit.scheduler_world import BLOCK_TOKENS, BUDGET, MAX_RUNNING, World, kv_rows, sequence
+from tests.unit.scheduler_world import BLOCK_TOKENS, BUDGET, MAX_DRAFTS, MAX_RUNNING, World, kv_rows, sequence
 
 requests = st.tuples(st.integers(1, 40), st.integers(1, 30), st.integers(0, 6), st.integers(0, 4))
 
@@ -152,6 +155,83 @@ def test_a_pinned_sequence_keeps_its_blocks() -> None:
     while world.sequences:
         world.step()
     assert world.pool.num_free == 6
+
+
+class Told(DraftPolicy):
+    """A policy that says what it was told to, and notes what it was asked."""
+
+    def __init__(self, *lengths: int) -> None:
+        super().__init__(MAX_DRAFTS, BUDGET)
+        self.lengths = list(lengths)
+        self.asked: list[tuple[list[int], int, int, int]] = []
+
+    def choose(self, candidates: list[Candidate], base_rows: int, *, chunk_tokens: int = 0, spare: int) -> list[int]:
+        self.asked.append(([c.length for c in candidates], base_rows, chunk_tokens, spare))
+        return (self.lengths + [0] * len(candidates))[: len(candidates)]
+
+
+class Wild(DraftPolicy):
+    """Any lengths that are allowed."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(MAX_DRAFTS, BUDGET)
+        self.rng = random.Random(seed)
+
+    def choose(self, candidates: list[Candidate], base_rows: int, *, chunk_tokens: int = 0, spare: int) -> list[int]:
+        lengths = [self.rng.randint(0, c.length) for c in candidates]
+        while sum(lengths) > spare:
+            lengths[lengths.index(max(lengths))] -= 1
+        return lengths
+
+
+def test_the_policy_says_how_many_of_the_offered_drafts_are_verified() -> None:
+    policy = Told(2, 0, 1)
+    world = World(40, draft_policy=policy)
+    for arrival, drafts in enumerate((9, 9, 2)):
+        world.add(sequence(arrival, 1, 20, drafts=drafts))
+    silent = sequence(3, 1, 20, drafts=5)
+    silent.speculate = False
+    world.add(silent)
+    work = world.step()
+    assert policy.asked == [([3, 3, 2], 4, 0, BUDGET - 4)]
+    assert [w.drafts for w in work] == [[7, 7], [], [7], []]
+    assert [len(w.offered) for w in work] == [3, 3, 2, 0]
+
+
+def test_the_policy_learns_of_the_prompts_beside_the_drafts() -> None:
+    policy = Told(3)
+    world = World(40, draft_policy=policy)
+    world.add(sequence(0, 1, 20, drafts=9))
+    world.add(sequence(1, 9, 2))
+    world.add(sequence(2, 30, 2))
+    decode, *prompts = world.step()
+    assert policy.asked == [([3], 1, BUDGET - 1, (BUDGET - 1) // 2)]
+    assert len(decode.drafts) == 3
+    assert [w.decodes for w in (decode, *prompts)] == [True, False, False]
+    policy.asked.clear()
+    world.run()
+
+
+def test_chosen_drafts_take_only_free_blocks_also_together() -> None:
+    world = World(3, draft_policy=Told(3, 3))
+    both = [sequence(arrival, 2, 20, drafts=9) for arrival in range(2)]
+    for s in both:
+        world.add(s)
+    world.step()
+    assert [len(w.drafts) for w in world.step()] == [3, 1], "the first took the block that was left"
+    assert [s.preemptions for s in both] == [0, 0]
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(requests, min_size=1, max_size=8), st.integers(18, 40), st.integers(0, 1_000))
+def test_whatever_the_policy_chooses_all_sequences_end_within_bounds(
+    load: list[tuple[int, int, int, int]], blocks: int, seed: int
+) -> None:
+    world = World(blocks, draft_policy=Wild(seed))
+    for arrival, (prompt, output, drafts, _) in enumerate(load):
+        world.add(sequence(arrival, prompt, output, drafts=drafts))
+    world.run(most=2_000)
+    assert world.pool.num_free == blocks
 
 
 def test_drafts_never_cost_another_sequence_its_blocks() -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.engine.verification import usable_drafts, verify
+from shared.engine.verification import extended, usable_drafts, verify
 
 tokens = st.integers(0, 3)
 
@@ -88,3 +88,26 @@ def test_a_proposal_that_lags_behind_the_sequence_gives_its_rest() -> None:
 def test_a_proposal_before_the_beginning_or_beyond_the_end_gives_nothing() -> None:
     assert usable_drafts([1, 2], 3, [5], limit=5) == []
     assert usable_drafts([1, 2], -1, [0, 1, 2, 5], limit=5) == []
+
+
+@given(st.lists(tokens, max_size=6), st.integers(0, 7), st.lists(tokens, max_size=6))
+def test_the_later_proposal_counts_where_it_speaks_and_the_earlier_before_it(
+    present: list[int], offset: int, proposed: list[int]
+) -> None:
+    found = extended(present, offset, proposed)
+    if offset > len(present):
+        assert found is None, "what lies between is not known"
+    elif found is None:
+        assert present[offset : offset + len(proposed)] == proposed, "nothing new"
+    else:
+        assert found == [*present[:offset], *proposed]
+        assert found != present[: len(found)]
+
+
+def test_a_run_that_goes_on_from_the_last_guess_extends_it() -> None:
+    assert extended([4, 5], 2, [6, 7]) == [4, 5, 6, 7]
+    assert extended([4, 5], 1, [5, 6]) == [4, 5, 6]
+    assert extended([4, 5], 1, [9]) == [4, 9]
+    assert extended([4, 5, 6], 0, [4, 5]) is None
+    assert extended([], 0, [4]) == [4]
+    assert extended([], 1, [4]) is None
