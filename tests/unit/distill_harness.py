@@ -1,0 +1,29 @@
+"""Tiny targets for the tests of distillation: random weights, byte-level tokens, with or without a chat template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.unit.engine_harness import EOS, tiny_model
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}"
+    + EOS
+    + "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+
+
+def chat_target(path: Path, **changes: Any) -> Path:
+    """A target whose turns end with its end-of-text token."""
+    tiny_model(path, **({"num_hidden_layers": 4, "max_position_embeddings": 256} | changes))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+def plain_target(path: Path, **changes: Any) -> Path:
+    tiny_model(path, **({"num_hidden_layers": 4, "max_position_embeddings": 256} | changes))
+    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
+    return path
