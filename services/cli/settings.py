@@ -27,7 +27,10 @@ class CliSettings(BaseSettings):
     model: str = Field(
         default="smollm2-135m-instruct", description="A built-in name, a hub name, a directory or a GGUF file"
     )
-    draft_model: str = Field(default="", description="The same for the drafter; empty drafts by prompt lookup alone")
+    draft_model: str = Field(
+        default="auto",
+        description="The same for the drafter; auto: the one shipped for the model, if any; empty: lookups alone",
+    )
     nats_url: str = Field(default="", description="An external NATS server; empty starts an embedded one")
     redis_url: str = Field(default="", description="An external Redis or Valkey; empty starts an embedded one")
     nats_port: int = Field(default=4222, ge=1, le=65535, description="Port of the embedded NATS server")

@@ -122,6 +122,8 @@ def _instance_json(row: Row) -> dict[str, Any]:
 
 def print_table(report: Report, console: Console) -> None:
     console.print(status_table(report.rows, report.waiting))
+    if line := speculation_line(report.rows):
+        console.print(line, markup=False)
     if report.dead_letters:
         what = "dead letter" if report.dead_letters == 1 else "dead letters"
         console.print(f"{report.dead_letters} {what}, see `headrace dead list`", style="yellow", markup=False)
@@ -148,6 +150,31 @@ def status_table(rows: list[Row], waiting: Mapping[str, Mapping[Priority, int]])
         error = row.last_error.replace("[", r"\[")
         table.add_row(row.name, *cells, error, style="" if row.live else _style(row.state))
     return table
+
+
+def speculation_line(rows: Iterable[Row]) -> str:
+    """What became of the drafts of all decode workers that run; empty while there is nothing to tell.
+
+    `k` is how many drafted tokens a step of a sequence verifies now; of such steps a share had a proposal in time.
+    """
+    told = [row.status.details for row in rows if row.status is not None and "speculation" in row.status.details]
+    if told and all(details["speculation"] == "off" for details in told):
+        return "speculation: off"
+    drafted, steps = _total(told, "drafted"), _total(told, "steps")
+    if not drafted:
+        return ""
+    lengths = [length for details in told if isinstance(length := details.get("draft_length"), int | float)]
+    names = sorted({name.removeprefix("drafted.") for details in told for name in details if "drafted." in name})
+    shares = [f"{name} {_total(told, f'drafted.{name}') / drafted:.0%}" for name in names]
+    return (
+        f"speculation: {_total(told, 'accepted') / drafted:.0%} of {drafted:.0f} drafted tokens accepted, "
+        f"k {sum(lengths) / len(lengths):.1f}, proposals ready in {_total(told, 'ready') / max(steps, 1):.0%} of steps "
+        f"({', '.join(shares)})"
+    )
+
+
+def _total(told: Iterable[Mapping[str, float | str]], name: str) -> float:
+    return sum(value for details in told if isinstance(value := details.get(name, 0), int | float))
 
 
 def _queue(waiting: Mapping[Priority, int]) -> str:

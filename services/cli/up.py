@@ -21,6 +21,7 @@ from services.cli.spec import SERVERS, START_ORDER, StackSpec, stop_wait_s
 from services.cli.stack import Stack, clear_stale, launch
 from services.cli.startup_view import ModelProgress, StartupView
 from shared.models import ModelFiles, resolve_model
+from shared.models.drafts import draft_of
 from shared.protocol.subjects import Stage
 
 _POLL_S = 0.2
@@ -56,7 +57,7 @@ def make_spec(settings: CliSettings, counts: dict[Stage, int]) -> StackSpec:
     return StackSpec(
         stack_id=uuid.uuid4().hex,
         model=_absolute(settings.model),
-        draft_model=_absolute(settings.draft_model),
+        draft_model=_absolute(draft_of(settings.model) if settings.draft_model == "auto" else settings.draft_model),
         nats_url=settings.nats_url or f"nats://127.0.0.1:{settings.nats_port}",
         redis_url=settings.redis_url or f"redis://127.0.0.1:{settings.redis_port}/0",
         servers=servers,

@@ -1,114 +1,171 @@
-"""The decode side of speculation: tells drafters how sequences grow, and passes their proposals to the engine.
+"""The conversation with the drafters of this worker's model: tells how sequences grow, and hands on what they guess.
 
-Core NATS, no waiting, no retries: a lost message costs one proposal. Nothing here can change the output.
+Core NATS, no retries, and nobody waits for it: a lost message costs a guess. Nothing here can change the output.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import msgspec
 import nats.errors
 import structlog
 from nats.aio.msg import Msg
 
-from services.decode.draft_length import DraftLength
-from services.decode.settings import DecodeSettings
 from shared.bus import Bus
-from shared.engine import AsyncEngine
-from shared.protocol.drafts import DraftContext, decode_proposal, encode_draft
+from shared.protocol.drafts import (
+    DRAFT_MODEL,
+    MAX_CONTEXT_TOKENS,
+    MAX_PROPOSAL_TOKENS,
+    DraftContext,
+    Proposal,
+    decode_proposals,
+    encode_draft,
+)
 from shared.protocol.jobs import GenerationRequest
 from shared.protocol.subjects import draft_subject, proposal_subject
+from shared.speculation import Guess
 from shared.telemetry import inject_headers
 
-LOOK_AHEAD = 2
-"""A proposal arrives while the next step already runs, so it covers this many times the wanted length."""
+DRAFT_SERVICE = "draft_service"
+"""Who guessed where it was not a model: those without one have names of their own in this process."""
+
+FIRST_WANTED = 2
+"""Drafts of a sequence that are worth asking for before its first step tells."""
+
+MAX_HEARD = MAX_PROPOSAL_TOKENS
+"""Proposals for a sequence that are looked at between two of its steps."""
+
+MAX_RESENDS = 8
+"""How often one drafter may ask for a whole sequence."""
+
+SEND_TIMEOUT_S = 1.0
 
 log = structlog.get_logger(__name__)
 
 
-@dataclass
-class _Drafted:
-    """What one drafter knows of a sequence."""
+@dataclass(eq=False)
+class Told:
+    """What one drafter knows of a sequence: the first `sent` of its `token_ids`, and how many more are `wanted`."""
 
     request: GenerationRequest
-    length: DraftLength
     token_ids: list[int]
-    trace_headers: dict[str, str]
+    on_guess: Callable[[Guess], None]
+    wanted: int
     drafter: str = ""
     sent: int = 0
-    last_proposer: str = ""
+    told_wanted: int = 0
+    heard: int = 0
+    resends: int = 0
+    trace_headers: dict[str, str] = field(default_factory=inject_headers)
 
 
 class DraftLink:
-    """Owner of the conversation with the drafters of this worker's model."""
+    """Owner of what drafters were told. `run` sends; the other methods only note what there is to send."""
 
-    def __init__(self, bus: Bus, engine: AsyncEngine, settings: DecodeSettings, model: str, worker: str) -> None:
+    def __init__(self, bus: Bus, model: str, worker: str) -> None:
         self._bus = bus
-        self._engine = engine
-        self._settings = settings
         self._model = model
         self._inbox = proposal_subject(worker)
-        self._sequences: dict[str, _Drafted] = {}
-        self.proposals = 0
+        self._sequences: dict[str, Told] = {}
+        self._changed: dict[str, None] = {}
+        """Requests with something to tell, in the order of their turn."""
+        self._leaving: deque[tuple[str, DraftContext]] = deque()
+        """Drafters, and what they shall forget."""
+        self._wake = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._sequences)
 
     async def open(self) -> None:
-        await self._bus.client.subscribe(self._inbox, cb=self._on_proposal)
+        await self._bus.client.subscribe(self._inbox, cb=self._on_proposals)
 
-    def join(self, request: GenerationRequest, token_ids: list[int]) -> None:
-        """A sequence begins (or resumes) with these tokens."""
-        if self._settings.speculation == "auto" and request.speculation == "auto":
-            self._sequences[request.request_id] = _Drafted(
-                request, DraftLength(self._settings.max_draft_tokens), list(token_ids), inject_headers()
-            )
+    async def run(self) -> None:
+        """Send what there is to send, each sequence's newest state."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._leaving or self._changed:
+                if self._leaving:  # first, as the same request may have come back
+                    await self._send(*self._leaving.popleft())
+                    continue
+                told = self._sequences.get(request_id := next(iter(self._changed)))
+                del self._changed[request_id]
+                if told is not None:
+                    await self._tell(told)
 
-    async def grew(self, request_id: str, new_ids: list[int], drafted: int, accepted: int) -> str:
-        """Tell the drafter about new tokens; returns who proposed what was just verified."""
-        sequence = self._sequences.get(request_id)
-        if sequence is None:
-            return ""
-        proposer = sequence.last_proposer
-        sequence.length.observe(drafted, accepted)
-        sequence.token_ids += new_ids
-        await self.ask(request_id)
-        return proposer
+    def join(self, request: GenerationRequest, token_ids: list[int], on_guess: Callable[[Guess], None]) -> None:
+        """A sequence begins, or goes on, with these tokens."""
+        self._sequences[request.request_id] = Told(request, list(token_ids), on_guess, _ahead(FIRST_WANTED))
+        self._note(request.request_id)
 
-    async def ask(self, request_id: str) -> None:
-        """Ask for a proposal behind what the sequence has, unless load or experience speak against it."""
-        sequence = self._sequences.get(request_id)
-        if sequence is None or sequence.length.length == 0 or len(self._sequences) > self._settings.max_speculating:
+    def grew(self, request_id: str, new_ids: list[int], wanted: int) -> None:
+        """`wanted`: drafts that the next steps could verify each; 0 where guesses would be of no use now."""
+        told = self._sequences.get(request_id)
+        if told is not None:
+            told.token_ids += new_ids
+            told.wanted = _ahead(wanted) if wanted else 0
+            told.heard = 0
+            self._note(request_id)
+
+    def leave(self, request_id: str) -> None:
+        """The sequence has ended here."""
+        told = self._sequences.pop(request_id, None)
+        if told is not None:
+            self._forget(told)
+
+    def _note(self, request_id: str) -> None:
+        self._changed[request_id] = None
+        self._wake.set()
+
+    def _forget(self, told: Told) -> None:
+        if told.sent:
+            request = told.request
+            context = DraftContext(request.request_id, request.tenant, 0, [], self._inbox, forget=True)
+            self._leaving.append((told.drafter, context))
+            self._wake.set()
+        told.drafter, told.sent, told.told_wanted, told.resends = "", 0, 0, 0
+
+    async def _tell(self, told: Told) -> None:
+        """What is new to the drafter. Where nothing is wanted it is told once, and hears of the tokens later."""
+        if not told.wanted and not told.told_wanted:
             return
-        drafter = self._drafter_of(request_id)
+        drafter = self._drafter_of(told.request.request_id)
+        if drafter != told.drafter:
+            self._forget(told)
         if drafter is None:
             return
-        if drafter != sequence.drafter:
-            sequence.drafter, sequence.sent = drafter, 0
-        params = sequence.request.params
-        context = DraftContext(
-            request_id=request_id,
-            tenant=sequence.request.tenant,
-            start=sequence.sent,
-            token_ids=sequence.token_ids[sequence.sent :],
-            reply_to=self._inbox,
-            max_tokens=LOOK_AHEAD * sequence.length.length + 1,
-            seed=params.seed,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            min_p=params.min_p,
-        )
-        if await self._send(drafter, context, sequence.trace_headers if sequence.sent == 0 else None):
-            sequence.sent = len(sequence.token_ids)
+        told.drafter = drafter
+        while True:
+            context = self._context(told)
+            headers = told.trace_headers if told.sent == 0 else None
+            if not await self._send(drafter, context, headers):
+                return
+            told.sent = context.start + len(context.token_ids)
+            told.told_wanted = context.wanted
+            if told.sent >= len(told.token_ids) or self._sequences.get(context.request_id) is not told:
+                return
 
-    async def leave(self, request_id: str) -> None:
-        """The sequence has ended here."""
-        sequence = self._sequences.pop(request_id, None)
-        if sequence is not None and sequence.sent:
-            await self._send(
-                sequence.drafter,
-                DraftContext(request_id, sequence.request.tenant, 0, [], self._inbox, forget=True),
-            )
+    def _context(self, told: Told) -> DraftContext:
+        request = told.request
+        token_ids = told.token_ids[told.sent : told.sent + MAX_CONTEXT_TOKENS]
+        is_all = told.sent + len(token_ids) == len(told.token_ids)
+        begins = told.sent == 0
+        return DraftContext(
+            request_id=request.request_id,
+            tenant=request.tenant,
+            start=told.sent,
+            token_ids=token_ids,
+            reply_to=self._inbox,
+            wanted=told.wanted if is_all else 0,
+            num_prompt=len(request.prompt_ids) if begins else 0,
+            params=request.params if begins else None,
+            salt=request.salt if begins else "",
+        )
 
     def _drafter_of(self, request_id: str) -> str | None:
         """Rendezvous hashing over the living drafters: a request stays with its drafter until that dies."""
@@ -121,30 +178,38 @@ class DraftLink:
         if not self._bus.connected:  # a context is worth nothing after a reconnect
             return False
         try:
-            await self._bus.client.publish(
-                draft_subject(self._model, drafter), encode_draft(context), headers=headers or None
-            )
-        except nats.errors.Error as error:
-            log.warning("context_not_sent", request_id=context.request_id, error=str(error))
+            data = encode_draft(context)
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await self._bus.client.publish(draft_subject(self._model, drafter), data, headers=headers or None)
+        except (nats.errors.Error, TimeoutError, ValueError) as error:
+            log.warning("context_not_sent", request_id=context.request_id, error=repr(error))
             return False
         return True
 
-    async def _on_proposal(self, message: Msg) -> None:
+    async def _on_proposals(self, message: Msg) -> None:
         try:
-            proposal = decode_proposal(message.data)
+            proposals = decode_proposals(message.data)
         except msgspec.DecodeError as error:
-            log.warning("proposal_unreadable", error=str(error))
+            log.warning("proposals_unreadable", error=str(error))
             return
-        sequence = self._sequences.get(proposal.request_id)
-        if sequence is None:
+        for proposal in proposals.items:
+            self._take(proposal)
+
+    def _take(self, proposal: Proposal) -> None:
+        told = self._sequences.get(proposal.request_id)
+        if told is None or told.heard >= MAX_HEARD:
             return
+        told.heard += 1
         if proposal.resend:
-            sequence.sent = 0
-            await self.ask(proposal.request_id)
+            if told.resends < MAX_RESENDS:
+                told.resends += 1
+                told.sent = 0
+                self._note(proposal.request_id)
             return
-        self.proposals += 1
-        sequence.last_proposer = proposal.proposer
-        if len(self._sequences) <= self._settings.max_speculating and sequence.length.length:
-            # Enough for the step that runs now and the one after it, each at the present length.
-            most = len(sequence.token_ids) - proposal.start + LOOK_AHEAD * sequence.length.length + 1
-            self._engine.propose(proposal.request_id, proposal.start, list(proposal.token_ids[: max(most, 0)]))
+        name = DRAFT_MODEL if proposal.proposer == DRAFT_MODEL else DRAFT_SERVICE
+        told.on_guess(Guess(proposal.start, tuple(proposal.token_ids), tuple(proposal.confidence), name))
+
+
+def _ahead(wanted: int) -> int:
+    """Tokens beyond those known: for the step that runs when they are told, and for the one that can use them."""
+    return min(2 * wanted + 1, MAX_PROPOSAL_TOKENS)

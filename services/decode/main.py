@@ -29,7 +29,7 @@ async def serve(settings: DecodeSettings, stop: asyncio.Event) -> None:
     async with await Bus.connect(settings.nats_url, name=settings.instance) as bus:
         reporter = Reporter("decode", settings, settings.decode_slots, metrics_url=metrics_server.url)
         bus.announce(reporter.report)
-        sizes = BatchSizes(settings.decode_slots, settings.decode_batch_tokens, settings.max_draft_tokens)
+        sizes = BatchSizes(settings.decode_slots, settings.decode_batch_tokens, settings.draft_rows)
         host = await EngineHost.load(settings, settings.model, sizes, metrics.engine)
         async with open_kv(bus, settings, "decode", settings.transport, metrics.kv) as kv, asyncio.TaskGroup() as tasks:
             beside = [
@@ -38,7 +38,13 @@ async def serve(settings: DecodeSettings, stop: asyncio.Event) -> None:
             ]
             worker = DecodeWorker(bus, host, kv.client, settings, reporter.worker, metrics)
             host.start()
-            reporter.ready(host, worker.holdings, lambda: (worker.last_error, worker.last_error_unix_s), kv.describe)
+            reporter.ready(
+                host,
+                worker.holdings,
+                lambda: (worker.last_error, worker.last_error_unix_s),
+                kv.describe,
+                worker.speculation.describe,
+            )
             try:
                 await worker.run(stop, reporter.draining)
             finally:

@@ -20,6 +20,10 @@ class DecodeSettings(EngineSettings):
     drain_s: float = Field(
         10.0, gt=0, le=MAX_DRAIN_S, description="Longest time that SIGTERM waits for work to be handed back"
     )
-    speculation: Literal["auto", "off"] = Field("auto", description="off: never ask drafters")
-    max_draft_tokens: int = Field(8, ge=1, le=32, description="Most drafted tokens verified in one step of a sequence")
-    max_speculating: int = Field(4, ge=0, description="Running sequences above which no drafts are verified")
+    speculation: Literal["auto", "off"] = Field("auto", description="off: nothing is drafted, drafters are not asked")
+    max_draft_tokens: int = Field(16, ge=1, le=32, description="Most drafted tokens verified in one step of a sequence")
+
+    @property
+    def draft_rows(self) -> int:
+        """Rows that a sequence's drafts may take in one step."""
+        return self.max_draft_tokens if self.speculation == "auto" else 0

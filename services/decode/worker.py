@@ -12,9 +12,9 @@ from typing import Any
 import structlog
 from opentelemetry import trace
 
-from services.decode.draft_link import DraftLink
 from services.decode.load_turns import LoadTurns
 from services.decode.settings import DecodeSettings
+from services.decode.speculation import Outcome, Speculation
 from shared.blocks import BlockKey, KVClient, block_keys
 from shared.bus import Bus, Delivery, LogState, WorkQueue
 from shared.engine import Sequence, SequenceStep
@@ -75,16 +75,16 @@ class DecodeWorker(StageWorker):
         self._turns = LoadTurns()
         self._stored: dict[str, _Stored] = {}
         """By request, as long as this worker works on it."""
-        self.drafts = DraftLink(bus, host.async_engine, settings, host.model.name, worker)
+        self.speculation = Speculation(bus, host, settings, worker, metrics.speculation)
 
     def _queue(self) -> WorkQueue:
         return self._bus.job_queue(self._host.model.name)
 
     async def _prepare(self) -> None:
-        await self.drafts.open()
+        await self.speculation.open()
 
     def _background(self) -> list[Coroutine[Any, Any, None]]:
-        return [self._renew_leases(), self._releases.run()]
+        return [self._renew_leases(), self._releases.run(), *self.speculation.background()]
 
     def _read(self, delivery: Delivery) -> Work:
         job = decode_job(delivery.data)
@@ -119,7 +119,7 @@ class DecodeWorker(StageWorker):
             len(request.prompt_ids),
             request.params,
             salt=None if holding.alone else request.salt,
-            speculate=request.speculation == "auto" and self._settings.speculation == "auto",
+            speculate=self.speculation.applies_to(holding),
         )
         push = BlockPush(
             self._host,
@@ -134,13 +134,12 @@ class DecodeWorker(StageWorker):
         self._stored[request.request_id].push = push
         try:
             if sequence.finish_reason is not None:  # the last holder died between its last token and its last word
-                await self._end(holding, job, sequence.finish_reason, len(holding.state.output_ids), 0, 0)
+                await self._end(holding, job, sequence.finish_reason, len(holding.state.output_ids), Outcome())
                 return
+            self.speculation.begin(sequence, request)
             loaded = 0 if holding.alone else await self._load(sequence, request.salt, job.manifest, push)
-            self.drafts.join(request, tokens)
             await self._host.begin(sequence, loaded)
             on_loaded()
-            await self.drafts.ask(request.request_id)
             await self._emit(holding, job, sequence, push)
         finally:
             self._host.pause(sequence)  # no step more, even if a transfer takes its time to end
@@ -148,7 +147,7 @@ class DecodeWorker(StageWorker):
                 await run_to_end(push.abandon)
             finally:
                 self._host.release(sequence)
-                await self.drafts.leave(request.request_id)
+                self.speculation.end(request.request_id)
 
     async def _load(self, sequence: Sequence, salt: str, manifest: Manifest, push: BlockPush) -> int:
         """Fetch the stored prefix into the sequence's blocks, behind what this worker has cached; the tokens whose KV
@@ -191,15 +190,12 @@ class DecodeWorker(StageWorker):
         """Append what the engine makes until the sequence ends. One append at a time; newer tokens ride in the next."""
         request_id = holding.request_id
         emitted = len(holding.state.output_ids)
-        steps = drafted = accepted = 0
+        steps, outcome = 0, Outcome()
         while True:
             batch = [await self._host.feed.next(request_id), *self._host.feed.ready(request_id)]
             for step in batch:
-                drafted += step.drafted
-                accepted += step.accepted
-                proposer = await self.drafts.grew(request_id, list(step.new_ids), step.drafted, step.accepted)
-                if step.drafted:
-                    self._metrics.speculation.observe(proposer, step.drafted, step.accepted)
+                outcome.add(step)
+                self.speculation.grew(step)
             steps += len(batch)
             for record in token_records(batch, holding.epoch, emitted):
                 began = time.monotonic()
@@ -209,9 +205,9 @@ class DecodeWorker(StageWorker):
             self._offer_full_blocks(sequence, holding.request.salt, batch[-1].num_computed, push)
             reason = batch[-1].finish_reason
             if reason is not None:
-                await self._end(holding, job, reason, emitted, drafted, accepted)
+                await self._end(holding, job, reason, emitted, outcome)
                 self._metrics.decode_time.observe(time.time() - holding.claimed_unix_s)
-                self._annotate(steps, emitted, drafted, accepted, reason)
+                self._annotate(steps, emitted, outcome, reason)
                 await push.linger(self._settings.kv_timeout_s)
                 return
 
@@ -224,25 +220,29 @@ class DecodeWorker(StageWorker):
         push.offer(list(keys[push.block_count : full]))
 
     async def _end(
-        self, holding: Holding, job: DecodeJob, reason: FinishReason, completion: int, drafted: int, accepted: int
+        self, holding: Holding, job: DecodeJob, reason: FinishReason, completion: int, outcome: Outcome
     ) -> None:
         usage = Usage(
             prompt_tokens=len(holding.request.prompt_ids),
             completion_tokens=completion,
             cached_tokens=job.cached_tokens,
-            drafted_tokens=drafted,
-            accepted_tokens=accepted,
+            drafted_tokens=outcome.drafted.total(),
+            accepted_tokens=outcome.accepted.total(),
         )
         await holding.log.append(Ended(epoch=holding.epoch, reason=reason, usage=usage))
 
     @staticmethod
-    def _annotate(steps: int, emitted: int, drafted: int, accepted: int, reason: str) -> None:
-        trace.get_current_span().set_attributes(
+    def _annotate(steps: int, emitted: int, outcome: Outcome, reason: str) -> None:
+        span = trace.get_current_span()
+        for proposer, drafted in outcome.drafted.items():
+            span.set_attribute(f"{attr.PROPOSER}.{proposer}.drafted_tokens", drafted)
+            span.set_attribute(f"{attr.PROPOSER}.{proposer}.accepted_tokens", outcome.accepted[proposer])
+        span.set_attributes(
             {
                 attr.STEPS: steps,
                 attr.GEN_AI_USAGE_OUTPUT_TOKENS: emitted,
-                attr.DRAFTED_TOKENS: drafted,
-                attr.ACCEPTED_TOKENS: accepted,
+                attr.DRAFTED_TOKENS: outcome.drafted.total(),
+                attr.ACCEPTED_TOKENS: outcome.accepted.total(),
                 attr.GEN_AI_RESPONSE_FINISH_REASONS: [reason],
             }
         )

@@ -1,12 +1,16 @@
-"""Serves contexts with proposals, newest context first: an overtaken context is never worked on."""
+"""Talks with the decode workers of one model: takes contexts, and sends what is guessed, a message a turn to each.
+
+Of the contexts of one sequence only the newest is worked on. What to guess and to tell is decided in `known`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import msgspec
 import nats.errors
@@ -14,57 +18,69 @@ import structlog
 from nats.aio.msg import Msg
 from opentelemetry.context import Context
 
-from services.draft.prompt_lookup import PromptLookup
+from services.draft.known import GapError, KnownSequence, Wish
 from services.draft.settings import DraftSettings
 from shared.bus import Bus
-from shared.protocol.drafts import DraftContext, Proposal, decode_context, encode_draft
-from shared.protocol.jobs import SamplingParams
+from shared.protocol.drafts import (
+    MAX_PROPOSALS,
+    DraftContext,
+    Proposal,
+    Proposals,
+    decode_context,
+    encode_draft,
+)
 from shared.protocol.subjects import draft_subject
+from shared.speculation import RecentOutputs
 from shared.telemetry import attributes as attr
 from shared.telemetry import extract_context, record_span
 from shared.telemetry.metrics import DraftMetrics
 
-FORGET_CHECK_S = 5.0
+CHECK_S = 5.0
+"""How often silent sequences are looked for."""
 
-PROMPT_LOOKUP, DRAFT_MODEL = "prompt_lookup", "draft_model"
+SEND_TIMEOUT_S = 1.0
 
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class ModelTask:
-    """Guess `max_tokens` tokens behind `token_ids` with the target's sampling parameters."""
+class Drafted(NamedTuple):
+    """Tokens `first_index ..` of a sequence's output, as the draft model guesses them."""
 
     request_id: str
+    first_index: int
     token_ids: list[int]
-    params: SamplingParams
-    max_tokens: int
 
 
 class Model(Protocol):
-    """A draft model; what it cannot guess now is left out."""
+    """A draft model that goes on from its own guesses until it is told something else. Nothing here waits for it."""
 
-    async def propose(self, tasks: list[ModelTask]) -> dict[str, list[int]]: ...
+    def listen(self, on_drafted: Callable[[list[Drafted]], None]) -> None:
+        """Call back on the event loop after each of its steps."""
 
-    async def forget(self, request_id: str) -> None: ...
+    def tell(self, wishes: list[Wish], granted: Callable[[list[Wish]], None]) -> None:
+        """The newest wishes. `granted` is called on the event loop, behind all that was drafted before it heard of
+        them, with those that it cannot fulfil."""
+
+    def forget(self, request_id: str) -> None: ...
 
 
 @dataclass
-class _Known:
-    """What is known of one sequence, and the newest question about it."""
+class _Served:
+    """A sequence, and the conversation about it."""
 
-    lookup: PromptLookup = field(default_factory=PromptLookup)
-    question: DraftContext | None = None
-    asked_s: float = field(default_factory=time.monotonic)
-    trace: Context | None = None
-    since_unix_s: float = field(default_factory=time.time)
+    known: KnownSequence
+    trace: Context | None
+    since_unix_s: float
+    heard_s: float
+    asked_s: float | None = None
+    """When the context came that was not answered yet."""
     proposed: int = 0
 
 
 class DraftService:
     """Owner of the sequences that decode workers have told about; bounded, least recently used forgotten first.
 
-    Without a draft model it proposes by prompt lookup alone; with one, the model answers where lookup finds nothing.
+    Those without a model guess as soon as a context comes, the draft model all the time.
     """
 
     def __init__(
@@ -75,12 +91,23 @@ class DraftService:
         self._model = model
         self._metrics = metrics
         self._draft_model = draft_model
-        self._known: OrderedDict[str, _Known] = OrderedDict()
-        self._asked = asyncio.Event()
+        self._outputs = RecentOutputs(settings.recent_tokens, settings.recent_tenants)
+        self._served: OrderedDict[str, _Served] = OrderedDict()
+        self._num_tokens = 0
+        """In all sequences together."""
+        self._asked: OrderedDict[str, None] = OrderedDict()
+        """Sequences with a context that was not looked at yet, the newest last."""
+        self._guessed: dict[str, None] = {}
+        """Sequences of which the draft model has said more."""
+        self._unknown: dict[str, DraftContext] = {}
+        """Contexts that continue nothing known here."""
+        self._wake = asyncio.Event()
         self.last_error = ""
+        if draft_model is not None:
+            draft_model.listen(self._on_drafted)
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._served)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Answer contexts until `stop`."""
@@ -90,16 +117,17 @@ class DraftService:
         stopping = asyncio.create_task(stop.wait())
         try:
             while not stop.is_set():
-                asked = asyncio.create_task(self._asked.wait())
-                await asyncio.wait({asked, stopping}, timeout=FORGET_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
-                asked.cancel()
-                self._asked.clear()
-                await self._answer_all()
-                await self._forget_silent()
+                woken = asyncio.create_task(self._wake.wait())
+                await asyncio.wait({woken, stopping}, timeout=CHECK_S, return_when=asyncio.FIRST_COMPLETED)
+                woken.cancel()
+                self._wake.clear()
+                await self._turn()
         finally:
             stopping.cancel()
             if not self._bus.client.is_closed:
                 await subscription.unsubscribe()
+
+    # What comes in, on the event loop
 
     async def _on_context(self, message: Msg) -> None:
         try:
@@ -109,93 +137,143 @@ class DraftService:
             return
         self._metrics.contexts.inc()
         if context.forget:
-            await self._forget(context.request_id)
-            return
-        known = self._known.get(context.request_id)
-        if known is None or context.start == 0:
-            known = self._known[context.request_id] = _Known(trace=extract_context(message.headers))
-        self._known.move_to_end(context.request_id)
-        if context.start > len(known.lookup):
-            del self._known[context.request_id]
-            await self._send(context, Proposal(context.request_id, 0, [], resend=True))
-            return
-        known.lookup.extend(context.token_ids[len(known.lookup) - context.start :])
-        if known.question is not None:
-            self._metrics.contexts_dropped.inc()
-        known.question, known.asked_s = context, time.monotonic()
-        while len(self._known) > self._settings.max_sequences:
-            await self._forget(next(iter(self._known)))
-        self._asked.set()
-
-    async def _answer_all(self) -> None:
-        """Answer every open question: by lookup at once, the others by the model in one batch."""
-        tasks: list[tuple[DraftContext, ModelTask]] = []
-        for request_id, known in list(self._known.items()):
-            question = known.question
-            if question is None:
-                continue
-            known.question = None
-            most = min(question.max_tokens, self._settings.max_proposal_tokens)
-            guess = known.lookup.propose(most)
-            if guess:
-                await self._propose(question, known, guess, PROMPT_LOOKUP)
-            elif self._draft_model is not None:
-                tasks.append((question, ModelTask(request_id, list(known.lookup.tokens), _params(question), most)))
-        if tasks and self._draft_model is not None:
-            await self._ask(self._draft_model, tasks)
-
-    async def _ask(self, draft_model: Model, tasks: list[tuple[DraftContext, ModelTask]]) -> None:
-        guesses = await draft_model.propose([task for _, task in tasks])
-        for question, task in tasks:
-            known, guess = self._known.get(task.request_id), guesses.get(task.request_id)
-            if known is not None and guess:
-                await self._propose(question, known, guess, DRAFT_MODEL, start=len(task.token_ids))
-
-    async def _propose(
-        self, question: DraftContext, known: _Known, guess: list[int], proposer: str, start: int | None = None
-    ) -> None:
-        self._metrics.proposed_tokens.labels(proposer).inc(len(guess))
-        self._metrics.propose_seconds.labels(proposer).observe(time.monotonic() - known.asked_s)
-        known.proposed += len(guess)
-        position = len(known.lookup) if start is None else start
-        await self._send(question, Proposal(question.request_id, position, guess, proposer))
-
-    async def _send(self, question: DraftContext, proposal: Proposal) -> None:
-        if not self._bus.connected:
+            self._forget(context.request_id)
             return
         try:
-            await self._bus.client.publish(question.reply_to, encode_draft(proposal))
-        except nats.errors.Error as error:
-            log.warning("proposal_not_sent", request_id=question.request_id, error=str(error))
+            self._take(context, message)
+        except GapError as error:
+            log.debug("context_continues_nothing", request_id=context.request_id, reason=str(error))
+            self._forget(context.request_id)
+            self._unknown[context.request_id] = context
+        self._wake.set()
 
-    async def _forget_silent(self) -> None:
+    def _take(self, context: DraftContext, message: Msg) -> None:
+        """Raises GapError."""
+        served = self._served.get(context.request_id)
+        if context.start == 0:
+            self._drop(context.request_id)  # the model finds out from the new list of tokens
+            most = self._settings.max_proposal_tokens
+            known = KnownSequence(context, self._outputs, most=most, with_model=self._draft_model is not None)
+            trace = served.trace if served is not None else extract_context(message.headers)
+            since_unix_s = served.since_unix_s if served is not None else time.time()
+            served = _Served(known, trace, since_unix_s, time.monotonic())
+            self._served[context.request_id] = served
+        elif served is None:
+            raise GapError("nothing known, and the context is no beginning")
+        before = len(served.known.token_ids)
+        served.known.extend(context)
+        self._num_tokens += len(served.known.token_ids) - before
+        self._served.move_to_end(context.request_id)
+        served.heard_s = served.asked_s = time.monotonic()
+        if context.request_id in self._asked:
+            self._metrics.contexts_dropped.inc()
+        self._asked[context.request_id] = None
+        self._asked.move_to_end(context.request_id)
+        self._make_room()
+
+    def _on_drafted(self, drafted: list[Drafted]) -> None:
+        for request_id, first_index, token_ids in drafted:
+            self._metrics.model_tokens.inc(len(token_ids))
+            served = self._served.get(request_id)
+            usable = served.known.drafted(first_index, token_ids) if served is not None else 0
+            self._metrics.model_tokens_wasted.inc(len(token_ids) - usable)
+            if usable:
+                self._guessed[request_id] = None
+        if self._guessed:
+            self._wake.set()
+
+    def _on_granted(self, wishes: list[Wish], refused: list[Wish]) -> None:
+        for wish in wishes:
+            served = self._served.get(wish.request_id)
+            if served is not None and wish not in refused:
+                served.known.granted(wish)
+            elif served is not None:
+                served.known.refused(wish)
+
+    # What goes out
+
+    async def _turn(self) -> None:
+        """Look at what has come, tell the model, and say what there is to say: one message to each decode worker."""
+        outgoing: dict[str, list[Proposal]] = {}
+        wishes: list[Wish] = []
+        asked, self._asked = self._asked, OrderedDict()
+        guessed, self._guessed = self._guessed, {}
+        unknown, self._unknown = self._unknown, {}
+        for request_id, context in unknown.items():
+            if context.wanted and request_id not in self._served:
+                self._metrics.resends.inc()
+                outgoing.setdefault(context.reply_to, []).append(Proposal(request_id, 0, [], resend=True))
+        for request_id in reversed(asked):
+            served = self._served.get(request_id)
+            if served is not None:
+                served.known.look_up()
+                if (wish := served.known.wish()) is not None:
+                    wishes.append(wish)
+                    self._metrics.model_rests.inc(served.known.wanted > 0 and not wish.ahead)
+        if wishes and self._draft_model is not None:
+            told = wishes
+            self._draft_model.tell(told, lambda refused: self._on_granted(told, refused))
+        for request_id in {**asked, **guessed}:
+            served = self._served.get(request_id)
+            proposal = served.known.proposal() if served is not None else None
+            if served is not None and proposal is not None:
+                self._count(served, proposal)
+                outgoing.setdefault(served.known.reply_to, []).append(proposal)
+        for reply_to, proposals in outgoing.items():
+            for first in range(0, len(proposals), MAX_PROPOSALS):
+                await self._send(reply_to, Proposals(proposals[first : first + MAX_PROPOSALS]))
+        self._forget_silent()
+        self._metrics.sequences.set(len(self._served))
+
+    def _count(self, served: _Served, proposal: Proposal) -> None:
+        self._metrics.proposed_tokens.labels(proposal.proposer).inc(len(proposal.token_ids))
+        served.proposed += len(proposal.token_ids)
+        if served.asked_s is not None:
+            self._metrics.propose_seconds.labels(proposal.proposer).observe(time.monotonic() - served.asked_s)
+            served.asked_s = None
+
+    async def _send(self, reply_to: str, proposals: Proposals) -> None:
+        if not self._bus.connected:  # a guess is worth nothing after a reconnect
+            return
+        try:
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                await self._bus.client.publish(reply_to, encode_draft(proposals))
+        except (nats.errors.Error, TimeoutError) as error:
+            log.warning("proposals_not_sent", reply_to=reply_to, error=repr(error))
+
+    # What is forgotten
+
+    def _make_room(self) -> None:
+        most = self._settings
+        while len(self._served) > most.max_sequences or self._num_tokens > most.max_known_tokens:
+            self._forget(next(iter(self._served)))
+
+    def _forget_silent(self) -> None:
         """A decode worker that died never says that its sequences ended. The longest silent come first."""
         oldest_s = time.monotonic() - self._settings.forget_after_s
-        while self._known and next(iter(self._known.values())).asked_s < oldest_s:
-            await self._forget(next(iter(self._known)))
+        while self._served and next(iter(self._served.values())).heard_s < oldest_s:
+            self._forget(next(iter(self._served)))
 
-    async def _forget(self, request_id: str) -> None:
-        known = self._known.pop(request_id, None)
-        if known is not None and known.proposed:
+    def _forget(self, request_id: str) -> None:
+        """The sequence has ended, or is given up. Its output helps the next ones of its tenant."""
+        served = self._drop(request_id)
+        if served is None:
+            return
+        known = served.known
+        self._outputs.add(known.group, known.token_ids[known.num_prompt :], known.token_ids[: known.num_prompt])
+        if served.proposed:
             record_span(
                 "draft",
-                known.since_unix_s,
+                served.since_unix_s,
                 time.time(),
-                context=known.trace,
-                attributes={attr.REQUEST_ID: request_id, attr.DRAFTED_TOKENS: known.proposed},
+                context=served.trace,
+                attributes={attr.REQUEST_ID: request_id, attr.DRAFTED_TOKENS: served.proposed},
             )
         if self._draft_model is not None:
-            await self._draft_model.forget(request_id)
+            self._draft_model.forget(request_id)
 
-
-def _params(question: DraftContext) -> SamplingParams:
-    """The target's sampling, so that the same noise leads to the same choice wherever the logits allow it."""
-    return SamplingParams(
-        max_tokens=question.max_tokens,
-        seed=question.seed,
-        temperature=question.temperature,
-        top_p=question.top_p,
-        top_k=question.top_k,
-        min_p=question.min_p,
-        ignore_eos=True,
-    )
+    def _drop(self, request_id: str) -> _Served | None:
+        served = self._served.pop(request_id, None)
+        if served is not None:
+            self._num_tokens -= len(served.known.token_ids)
+        return served

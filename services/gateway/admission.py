@@ -153,6 +153,7 @@ class Admission:
             call=call,
             prompts=prompts,
             output_limits=limits,
+            prediction=await self._prompter.prediction_ids(call),
             seed=secrets.randbelow(_SEEDS) if call.seed is None else call.seed,
             tenant=tenant,
             gateway=self._worker,
@@ -165,8 +166,9 @@ class Admission:
         tokens = len(prompts[longest])
         needed = len(encode_work(draft.work(longest * call.n, 0))) + _JOB_BYTES + _JOB_BYTES_PER_TOKEN * tokens
         if needed > self._bus.max_payload:
+            beside = f" and a prediction of {len(draft.prediction)}" if draft.prediction else ""
             raise too_large(
-                f"A prompt of {tokens} tokens makes messages of about {needed} bytes; "
+                f"A prompt of {tokens} tokens{beside} makes messages of about {needed} bytes; "
                 f"the NATS server takes {self._bus.max_payload} (its max_payload)."
             )
         return draft

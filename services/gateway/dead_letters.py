@@ -141,4 +141,5 @@ def call_of(request: GenerationRequest) -> GenerationCall:
         include_usage=False,
         user="",
         digest="dead letter",
+        prediction=TokenIds(list(request.prediction_ids)),
     )

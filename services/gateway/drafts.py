@@ -16,7 +16,8 @@ from shared.protocol.subjects import PRIORITIES, Priority
 class Draft:
     """A whole request before it is stored. Choice `c` continues prompt `c // n` with a seed derived from `seed`.
 
-    `prompts` are token ids, `output_limits` the most output tokens for each. `request_id` and `digest` are set last.
+    `prompts` and `prediction` are token ids, `output_limits` the most output tokens for each. `request_id` and
+    `digest` are set last.
     """
 
     call: GenerationCall
@@ -29,6 +30,7 @@ class Draft:
     queue_deadline_unix_s: float
     compute_timeout_s: float
     deadline_unix_s: float
+    prediction: Sequence[int] = ()
     request_id: str = ""
     digest: str = ""
 
@@ -113,6 +115,7 @@ class Draft:
             compute_timeout_s=self.compute_timeout_s,
             salt=self.tenant,
             speculation=call.speculation,
+            prediction_ids=list(self.prediction),
         )
 
     def _prompt(self, choice: int) -> Sequence[int]:

@@ -64,14 +64,24 @@ Content = Annotated[
 ]
 
 
+def _text_of(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
 
     def rendered(self) -> dict[str, str]:
         """For the chat template. Several text parts become lines; `developer` is OpenAI's newer name of `system`."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+        return {"role": "system" if self.role == "developer" else self.role, "content": _text_of(self.content)}
+
+
+class Prediction(_Strict):
+    """OpenAI's predicted output: a text that much of the answer is likely to repeat."""
+
+    type: Literal["content"]
+    content: Content
 
 
 class StreamOptions(_Strict):
@@ -142,6 +152,7 @@ class ChatBody(_Common):
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1)
+    prediction: Prediction | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20, description="Needs logprobs")
 
@@ -225,6 +236,7 @@ def parse_call(fields: dict[str, Any], api: Api) -> GenerationCall:
         queue_timeout_s=body.queue_timeout_s,
         timeout_s=body.timeout_s,
         background=bool(body.background),
+        prediction=_prediction(body),
     )
 
 
@@ -232,6 +244,11 @@ def _prompts_of(body: ChatBody | CompletionBody) -> tuple[Prompt, ...]:
     if isinstance(body, ChatBody):
         return (Messages([message.rendered() for message in body.messages]),)
     return tuple(prompt if isinstance(prompt, str) else TokenIds(prompt) for prompt in body.prompt)
+
+
+def _prediction(body: ChatBody | CompletionBody) -> str:
+    given = body.prediction if isinstance(body, ChatBody) else None
+    return _text_of(given.content) if given is not None else ""
 
 
 def _logprobs(body: ChatBody | CompletionBody) -> int | None:
@@ -256,7 +273,7 @@ def _max_tokens(body: ChatBody | CompletionBody) -> int | None:
 
 def _digest(body: BaseModel) -> str:
     without = {
-        "stream", "stream_options", "user", "priority", "speculation", "best_of",
+        "stream", "stream_options", "user", "priority", "speculation", "prediction", "best_of",
         "queue_timeout_s", "timeout_s", "background",
     }  # fmt: skip
     fields = {

@@ -67,6 +67,28 @@ class Prompter:
             return self._encode(texts)
         return await self._in_thread(self._encode, texts)
 
+    async def prediction_ids(self, call: GenerationCall) -> list[int]:
+        """The token ids of the predicted output; none where speculation is off, as nothing else makes use of them.
+
+        Raises ApiError 400 for more than the context holds: no answer could be that long.
+        """
+        given = call.prediction
+        if isinstance(given, TokenIds):
+            return given.ids
+        if not given or call.speculation == "off":
+            return []
+        if len(given) <= INLINE_CHARS:
+            ids = self._continue([given])[0]
+        else:
+            ids = (await self._in_thread(self._continue, [given]))[0]
+        if len(ids) > self.context_length:
+            raise invalid(
+                f"The prediction has {len(ids)} tokens; this model's context is {self.context_length}.",
+                "prediction.content",
+                "context_length_exceeded",
+            )
+        return ids
+
     def output_limit(self, call: GenerationCall, prompt_tokens: int, chat_default: int, prompt: int = 0) -> int:
         """The most output tokens of an answer to one of the prompts.
 
@@ -96,6 +118,9 @@ class Prompter:
         except TemplateError as error:
             raise invalid(str(error), "messages") from error
         return self._encode([text], add_special_tokens=False)
+
+    def _continue(self, texts: list[str]) -> list[list[int]]:
+        return self._encode(texts, add_special_tokens=False)
 
     def _encode(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         # The batch call lets go of the interpreter lock; the plain one keeps it, so that a thread would not help.

@@ -28,7 +28,6 @@ _CHAT: Final[dict[str, tuple[Any, ...]]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "web_search_options": (),

@@ -2,54 +2,101 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Final
+
 import msgspec
+from msgspec import Meta
+
+from shared.protocol.jobs import SamplingParams
+
+DRAFT_MODEL: Final = "draft_model"
+"""Names the proposer that is a model."""
+
+MAX_CONTEXT_TOKENS: Final = 65_536
+"""Tokens in one context; what is longer goes in several, each from where the last one ended."""
+
+MAX_PROPOSAL_TOKENS: Final = 64
+MAX_PROPOSALS: Final = 256
+"""Proposals in one message."""
+
+MAX_DRAFT_BYTES: Final = 768 << 10
+"""Of one message, which must fit NATS's usual payload of 1 MiB."""
+
+_Name = Annotated[str, Meta(max_length=256)]
+_Position = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+_Token = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
 class DraftContext(msgspec.Struct, frozen=True, omit_defaults=True):
     """Decode tells a drafter the tokens `start .. start+len(token_ids)-1` of a sequence (prompt and output).
 
-    A context with `start` 0 replaces what the drafter knew; others extend it. `forget` ends the sequence. Sampling
-    fields couple the drafter's noise to the target's.
+    A context with `start` 0 replaces what the drafter knew and carries `num_prompt`, the request's whole `params` and
+    its `salt`: so the drafter's choices are coupled to the target's. Others extend it, and may overlap what the drafter
+    has. Tokens told are final. `wanted` is how many tokens beyond them decode could use now; 0: keep the sequence and
+    propose nothing. `forget` ends the sequence.
     """
 
-    request_id: str
-    tenant: str
-    start: int
-    token_ids: list[int]
-    reply_to: str
-    max_tokens: int = 4
-    seed: int = 0
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    request_id: _Name
+    tenant: _Name
+    start: _Position
+    token_ids: Annotated[list[_Token], Meta(max_length=MAX_CONTEXT_TOKENS)]
+    reply_to: _Name
+    wanted: Annotated[int, Meta(ge=0, le=MAX_PROPOSAL_TOKENS)] = 0
+    num_prompt: _Position = 0
+    params: SamplingParams | None = None
+    salt: _Name = ""
     forget: bool = False
-    v: int = 1
+    v: int = 2
 
 
 class Proposal(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Guessed tokens from position `start` on. `resend` asks for the whole context: the drafter does not have it."""
+    """Guessed tokens from position `start` on, which may lie beyond the tokens that decode has: then they go on from
+    what the same proposer said before.
 
-    request_id: str
-    start: int
-    token_ids: list[int]
-    proposer: str = ""
+    `confidence[i]` is the probability that token i is right if those before it are; one entry per token, or none at
+    all. `resend` asks for the whole context: the drafter does not have it.
+    """
+
+    request_id: _Name
+    start: _Position
+    token_ids: Annotated[list[_Token], Meta(max_length=MAX_PROPOSAL_TOKENS)]
+    proposer: _Name = ""
+    confidence: Annotated[list[float], Meta(max_length=MAX_PROPOSAL_TOKENS)] = []
     resend: bool = False
-    v: int = 1
+
+
+class Proposals(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a drafter has to say to one decode worker after one of its steps."""
+
+    items: Annotated[list[Proposal], Meta(max_length=MAX_PROPOSALS)]
+    v: int = 2
 
 
 _encoder = msgspec.msgpack.Encoder()
 _context_decoder = msgspec.msgpack.Decoder(DraftContext)
-_proposal_decoder = msgspec.msgpack.Decoder(Proposal)
+_proposals_decoder = msgspec.msgpack.Decoder(Proposals)
 
 
-def encode_draft(message: DraftContext | Proposal) -> bytes:
-    return _encoder.encode(message)
+def encode_draft(message: DraftContext | Proposals) -> bytes:
+    """Raises ValueError beyond MAX_DRAFT_BYTES, which only strange sampling parameters can reach: send nothing then."""
+    data = _encoder.encode(message)
+    if len(data) > MAX_DRAFT_BYTES:
+        raise ValueError(f"a draft message of {len(data)} bytes is larger than {MAX_DRAFT_BYTES}")
+    return data
 
 
 def decode_context(data: bytes) -> DraftContext:
+    """Raises msgspec.DecodeError, also for what is beyond the limits."""
+    _check_size(data)
     return _context_decoder.decode(data)
 
 
-def decode_proposal(data: bytes) -> Proposal:
-    return _proposal_decoder.decode(data)
+def decode_proposals(data: bytes) -> Proposals:
+    """Raises msgspec.DecodeError, also for what is beyond the limits."""
+    _check_size(data)
+    return _proposals_decoder.decode(data)
+
+
+def _check_size(data: bytes) -> None:
+    if len(data) > MAX_DRAFT_BYTES:
+        raise msgspec.DecodeError(f"a draft message of {len(data)} bytes is larger than {MAX_DRAFT_BYTES}")

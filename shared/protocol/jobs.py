@@ -42,7 +42,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `queue_deadline_unix_s` bounds the wait for the first worker, `compute_timeout_s` the time from its claim to the
     end, and `deadline_unix_s` the whole request, whatever happens; see `shared.protocol.deadlines`.
-    `salt` separates the KV blocks of tenants.
+    `salt` separates the KV blocks of tenants. `prediction_ids` are what the output is likely to repeat; they do
+    not change it.
     """
 
     request_id: str
@@ -59,6 +60,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     compute_timeout_s: float = 0.0
     salt: str = ""
     speculation: Literal["auto", "off"] = "auto"
+    prediction_ids: list[int] = []
     v: int = 1
 
 

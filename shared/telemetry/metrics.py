@@ -182,22 +182,49 @@ class EngineMetrics:
 
 
 class SpeculationMetrics:
-    """Drafted tokens, by who proposed them."""
+    """Drafted tokens, by who proposed them, and whether there were any in time. Names are vLLM's where it has one."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.draft_tokens = Counter(
-            "headrace_spec_decode_num_draft_tokens",
-            "Drafted tokens that were verified",
-            ["proposer"],
+        def counter(name: str, what: str, *labels: str) -> Counter:
+            return Counter(f"headrace_spec_decode_{name}", what, labels, registry=registry)
+
+        self._drafts = counter("num_drafts", "Proposals that were verified, wholly or in part", "proposer")
+        self._draft_tokens = counter("num_draft_tokens", "Drafted tokens that were verified", "proposer")
+        self._accepted_tokens = counter("num_accepted_tokens", "Drafted tokens that were kept", "proposer")
+        self._wasted_tokens = counter("num_wasted_tokens", "Drafted tokens verified for nothing", "proposer")
+        self._tokens_at = counter("num_draft_tokens_per_pos", "Drafted tokens by place in the draft", "position")
+        self._accepted_at = counter("num_accepted_tokens_per_pos", "Kept tokens by place in the draft", "position")
+        self._guesses = counter("num_guesses", "Guesses of ended requests, chosen or not", "proposer")
+        self._late = counter("num_late_guesses", "Guesses all of whose tokens were decided already", "proposer")
+        self._rows = counter("num_sequence_steps", "Steps of sequences that could use drafts")
+        self._ready = counter("num_ready_sequence_steps", "Those of them that had a proposal in time")
+        self._draft_length = Gauge(
+            "headrace_spec_decode_draft_length",
+            "Drafted tokens verified in a step of a sequence, mean over the last steps",
             registry=registry,
-        )
-        self.accepted_tokens = Counter(
-            "headrace_spec_decode_num_accepted_tokens", "Drafted tokens that were kept", ["proposer"], registry=registry
         )
 
     def observe(self, proposer: str, drafted: int, accepted: int) -> None:
-        self.draft_tokens.labels(proposer).inc(drafted)
-        self.accepted_tokens.labels(proposer).inc(accepted)
+        """One step of a sequence verified so many tokens of a proposal, of which the first `accepted` were right."""
+        self._drafts.labels(proposer).inc()
+        self._draft_tokens.labels(proposer).inc(drafted)
+        self._accepted_tokens.labels(proposer).inc(accepted)
+        self._wasted_tokens.labels(proposer).inc(drafted - accepted)
+        for position in range(drafted):
+            self._tokens_at.labels(position).inc()
+        for position in range(accepted):
+            self._accepted_at.labels(position).inc()
+
+    def observe_step(self, sequences: int, ready: int, draft_length: float) -> None:
+        """A step held so many sequences that could use drafts, `ready` of them with a proposal."""
+        self._rows.inc(sequences)
+        self._ready.inc(ready)
+        self._draft_length.set(draft_length)
+
+    def observe_guesses(self, proposer: str, guesses: int, late: int) -> None:
+        """What one proposer guessed for a request that has ended."""
+        self._guesses.labels(proposer).inc(guesses)
+        self._late.labels(proposer).inc(late)
 
 
 class GatewayMetrics:
@@ -292,11 +319,28 @@ class DraftMetrics:
         )
         self.propose_seconds = Histogram(
             "headrace_draft_propose_seconds",
-            "From a context's arrival to its proposal",
+            "From a context's arrival to the first proposal after it",
             ["proposer"],
             buckets=STEP_BUCKETS_S,
             registry=registry,
         )
+        self.model_tokens = Counter(
+            "headrace_draft_model_tokens", "Tokens that the draft model made", registry=registry
+        )
+        self.model_tokens_wasted = Counter(
+            "headrace_draft_model_tokens_wasted",
+            "Those that were refuted, or decided otherwise, before decode could hear of them",
+            registry=registry,
+        )
+        self.model_rests = Counter(
+            "headrace_draft_model_rests",
+            "Contexts for which the draft model was not asked, as another's guess was thought as good",
+            registry=registry,
+        )
+        self.resends = Counter(
+            "headrace_draft_resends", "Sequences that had to be told again from the beginning", registry=registry
+        )
+        self.sequences = Gauge("headrace_draft_sequences", "Sequences remembered", registry=registry)
 
 
 class KVStoreMetrics:

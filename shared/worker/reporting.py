@@ -33,6 +33,7 @@ class Reporter:
         self._last_error: Callable[[], tuple[str, float]] = lambda: ("", 0.0)
         self._transport: Callable[[], str] = lambda: ""
         self._running: Callable[[], int] = lambda: 0
+        self._details: Callable[[], dict[str, float | str]] = dict
         self._model = ""
         self._state: Literal["starting", "ready", "draining"] = "starting"
 
@@ -42,10 +43,11 @@ class Reporter:
         holdings: Holdings,
         last_error: Callable[[], tuple[str, float]],
         transport: Callable[[], str],
+        details: Callable[[], dict[str, float | str]] = dict,
     ) -> None:
         """The worker serves from now on. `last_error` gives its text, and when it was in Unix seconds."""
         self._host, self._holdings = host, holdings
-        self._last_error, self._transport = last_error, transport
+        self._last_error, self._transport, self._details = last_error, transport, details
         self._model = host.model.name
         self._running = lambda: len(holdings)
         self._state = "ready"
@@ -85,4 +87,5 @@ class Reporter:
             metrics_url=self._metrics_url,
             last_error=last_error,
             last_error_unix_s=last_error_unix_s,
+            details=self._details(),
         )

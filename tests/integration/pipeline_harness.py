@@ -55,14 +55,14 @@ class Running:
 
         async def idle() -> bool:
             engine = self.host.async_engine.engine
-            drafts = self.worker.drafts if isinstance(self.worker, DecodeWorker) else None
+            speculation = self.worker.speculation if isinstance(self.worker, DecodeWorker) else None
             return not (
                 len(self.worker.holdings)
                 or self.host.pool.used
                 or engine._sequences
                 or engine.has_work
                 or self.host.feed._queues
-                or (drafts is not None and drafts._sequences)
+                or (speculation is not None and (len(speculation) or speculation._drafting._sequences))
                 or [task for task in asyncio.all_tasks() if task.get_name().startswith("push-")]
             )
 
@@ -146,10 +146,12 @@ class Pipeline:
         sizes = BatchSizes(slots, settings.prefill_chunk_tokens)
         return await self._start("prefill", settings, sizes, metrics, registry, PrefillWorker)
 
-    async def decode(self, **changes: Any) -> Running:
+    async def decode(self, drafts: int | None = None, **changes: Any) -> Running:
+        """`drafts`: rows for the drafts of a sequence in a step, instead of what the settings say."""
         settings = DecodeSettings(**self._settings("decode-0") | {"speculation": "off"} | changes, _env_file=None)
         metrics = DecodeMetrics("decode-0", registry := CollectorRegistry())
-        sizes = BatchSizes(settings.decode_slots, settings.decode_batch_tokens)
+        rows = settings.draft_rows if drafts is None else drafts
+        sizes = BatchSizes(settings.decode_slots, settings.decode_batch_tokens, rows)
         return await self._start("decode", settings, sizes, metrics, registry, DecodeWorker)
 
     def _settings(self, instance: str) -> dict[str, Any]:
@@ -212,9 +214,17 @@ class Pipeline:
             await self.close_store()
 
     async def submit(
-        self, prompt: list[int], *, salt: str = "tenant", seed: int = 1, output: int = OUTPUT, within_s: float = 60
+        self,
+        prompt: list[int],
+        *,
+        salt: str = "tenant",
+        seed: int = 1,
+        output: int = OUTPUT,
+        within_s: float = 60,
+        params: dict[str, Any] | None = None,
+        **fields: Any,
     ) -> GenerationRequest:
-        """A request for `output` tokens, accepted and queued."""
+        """A request for `output` tokens, accepted and queued; `params` and `fields` are added to what it asks for."""
         now = time.time()
         request_id = uuid.uuid4().hex
         name = self.model.name
@@ -226,12 +236,13 @@ class Pipeline:
             api="chat",
             priority="normal",
             prompt_ids=prompt,
-            params=SamplingParams(max_tokens=output, seed=seed, ignore_eos=True),
+            params=SamplingParams(**{"max_tokens": output, "seed": seed, "ignore_eos": True} | (params or {})),
             created_unix_s=now,
             queue_deadline_unix_s=now + within_s,
             deadline_unix_s=now + within_s,
             log_seq=log.last_seq,
             salt=salt,
+            **fields,
         )
         await self.bus.publish_request(request)
         return request

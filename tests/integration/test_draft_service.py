@@ -6,178 +6,393 @@ import asyncio
 import os
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from shared.bus import Bus
-from shared.engine import Engine, EngineConfig
-from shared.models import ChatTokenizer, resolve_model
-from shared.protocol.drafts import DraftContext, Proposal, decode_proposal, encode_draft
+from shared.engine import Engine
+from shared.protocol.drafts import DRAFT_MODEL, DraftContext, Proposal, decode_proposals, encode_draft
 from shared.protocol.jobs import SamplingParams
 from shared.protocol.subjects import draft_subject
+from shared.speculation import PROMPT_LOOKUP, SUFFIX_TREE
+from tests.integration.kv_harness import eventually
+from tests.unit.engine_harness import begin, drain, greedy, load, outputs, sampled, tiny_model
 
-MODEL = "smollm2-135m-instruct"
 ROOT = Path(__file__).resolve().parents[2]
+WANTED = 8
+LENGTH = 60
+RULED: dict[str, Any] = {
+    "presence_penalty": 0.7,
+    "frequency_penalty": 0.4,
+    "repetition_penalty": 1.3,
+    "logit_bias": {3: 4.0, 17: -100.0, 40: 2.5},
+    "min_tokens": 30,
+    "ignore_eos": False,
+}
+
+
+class Drafter:
+    """A drafter process of the tiny model."""
+
+    def __init__(self, nats_url: str, target: Path, name: str, draft: Path | str = "", **settings: str) -> None:
+        self.name = name
+        self._environment = {
+            **os.environ,
+            "HEADRACE_NATS_URL": nats_url,
+            "HEADRACE_MODEL": str(target),
+            "HEADRACE_DRAFT_MODEL": str(draft),
+            "HEADRACE_INSTANCE": name,
+            "HEADRACE_DTYPE": "fp32",
+            "HEADRACE_BLOCK_TOKENS": "16",
+            "HEADRACE_KV_MEMORY_GIB": "0.01",
+            **{f"HEADRACE_{key.upper()}": value for key, value in settings.items()},
+        }
+        self.process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "services.draft"],
+            cwd=ROOT,
+            env=self._environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def restart(self) -> None:
+        self.process = self._start()
+
+    def ended(self, within_s: float = 90) -> tuple[int, str]:
+        _, complaint = self.process.communicate(timeout=within_s)
+        return self.process.returncode, complaint.decode()
+
+
+@contextmanager
+def running(drafter: Drafter) -> Iterator[Drafter]:
+    """Stopped at the end, which must go well."""
+    try:
+        yield drafter
+    finally:
+        drafter.process.terminate()
+    assert drafter.ended(30)[0] == 0
 
 
 @pytest.fixture(scope="module")
-def drafter(nats_url: str) -> Iterator[str]:
-    """A drafter whose draft model is the target itself, so that every guess can be foretold."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "services.draft"],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "HEADRACE_NATS_URL": nats_url,
-            "HEADRACE_INSTANCE": "draft-7",
-            "HEADRACE_DRAFT_MODEL": MODEL,
-            "HEADRACE_MAX_SEQUENCES": "3",
-        },
-        stdout=subprocess.DEVNULL,
-    )
-    yield "draft-7"
-    process.terminate()
-    assert process.wait(timeout=30) == 0
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("target") / "tiny")
 
 
-@pytest.fixture
-def forgetful(nats_url: str) -> Iterator[str]:
-    """A drafter without a model that drops silent sequences soon."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "services.draft"],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "HEADRACE_NATS_URL": nats_url,
-            "HEADRACE_INSTANCE": "draft-8",
-            "HEADRACE_FORGET_AFTER_S": "2",
-        },
-        stdout=subprocess.DEVNULL,
-    )
-    yield "draft-8"
-    process.terminate()
-    assert process.wait(timeout=30) == 0
+@pytest.fixture(scope="module")
+def smaller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model with the same tokens, and a shorter context."""
+    return tiny_model(tmp_path_factory.mktemp("draft") / "smaller", num_hidden_layers=1, max_position_embeddings=128)
+
+
+@pytest.fixture(scope="module")
+def engine(target: Path) -> Engine:
+    return load(target, max_draft_tokens=0)
+
+
+@pytest.fixture(scope="module")
+def twin(nats_url: str, target: Path) -> Iterator[Drafter]:
+    """Its draft model is the target itself, so that every guess can be foretold."""
+    with running(Drafter(nats_url, target, "draft-7", target)) as drafter:
+        yield drafter
+
+
+@pytest_asyncio.fixture
+async def bus(nats_url: str) -> AsyncIterator[Bus]:
+    async with await Bus.connect(nats_url, name="test") as connected:
+        yield connected
 
 
 class Decode:
-    """Speaks for a decode worker."""
+    """Speaks for a decode worker, and keeps of each proposer the newest guess for every position."""
 
-    def __init__(self, bus: Bus, drafter: str) -> None:
+    def __init__(self, bus: Bus, drafter: Drafter) -> None:
         self._bus = bus
-        self._subject = draft_subject(MODEL, drafter)
+        self._subject = draft_subject("tiny", drafter.name)
+        self._drafter = drafter
         self.inbox = bus.client.new_inbox()
-        self._answers: asyncio.Queue[Proposal] = asyncio.Queue()
+        self.messages = 0
+        self.proposals: list[Proposal] = []
+        self.guesses: dict[str, dict[str, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
+        """By request and proposer."""
+        self.resend: set[str] = set()
 
-    async def open(self) -> None:
-        async def collect(message: object) -> None:
-            self._answers.put_nowait(decode_proposal(message.data))  # type: ignore[attr-defined]
+    async def open(self) -> Decode:
+        await self._bus.client.subscribe(self.inbox, cb=self._collect)
+        await eventually(self._is_ready, within_s=90)
+        return self
 
-        await self._bus.client.subscribe(self.inbox, cb=collect)
+    async def _is_ready(self) -> bool:
+        board = self._bus.statuses.live("draft")
+        pid = self._drafter.process.pid
+        return any(s.instance == self._drafter.name and s.pid == pid and s.state == "ready" for s in board)
+
+    async def _collect(self, message: Any) -> None:
+        self.messages += 1
+        for proposal in decode_proposals(message.data).items:
+            self.proposals.append(proposal)
+            if proposal.resend:
+                self.resend.add(proposal.request_id)
+            else:
+                guesses = self.guesses[proposal.request_id][proposal.proposer]
+                guesses.update(enumerate(proposal.token_ids, proposal.start))
 
     async def send(self, context: DraftContext) -> None:
         await self._bus.client.publish(self._subject, encode_draft(context))
 
-    async def ask(self, context: DraftContext) -> Proposal:
-        await self.send(context)
-        async with asyncio.timeout(30):
-            return await self._answers.get()
+    async def begin(
+        self, name: str, prompt: list[int], params: SamplingParams, wanted: int = WANTED, tenant: str = "t"
+    ) -> None:
+        await self.send(DraftContext(name, tenant, 0, prompt, self.inbox, wanted, len(prompt), params, "salt"))
+
+    async def grow(self, name: str, start: int, token_ids: list[int], wanted: int = WANTED) -> None:
+        await self.send(DraftContext(name, "t", start, token_ids, self.inbox, wanted))
+
+    async def forget(self, name: str) -> None:
+        await self.send(DraftContext(name, "t", 0, [], self.inbox, forget=True))
+
+    async def until_guessed(self, name: str, start: int, token_ids: list[int]) -> None:
+        """Until somebody's guess is these tokens from `start` on; fails when nobody's is."""
+
+        def told() -> list[list[int | None]]:
+            return [[ids.get(start + n) for n in range(len(token_ids))] for ids in self.guesses[name].values()]
+
+        async def guessed() -> bool:
+            return token_ids in told()
+
+        try:
+            await eventually(guessed, within_s=30)
+        except Exception as error:
+            raise AssertionError(f"{name}: {told()} instead of {token_ids}") from error
 
 
-@pytest.fixture
-async def decode(nats_url: str, drafter: str) -> AsyncIterator[Decode]:
-    async with await Bus.connect(nats_url, name="test") as bus:
-        async with asyncio.timeout(90):
-            while not any(s.instance == drafter and s.state == "ready" for s in bus.statuses.live("draft")):
-                await asyncio.sleep(0.1)
-        speaker = Decode(bus, drafter)
-        await speaker.open()
-        yield speaker
-
-
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    files = resolve_model(MODEL)
-    return Engine.load(
-        EngineConfig(
-            model_path=files.path, model_name=files.name, fingerprint=files.fingerprint, kv_memory_bytes=256 << 20
-        )
-    )
-
-
-def tokens_of(text: str) -> list[int]:
-    return ChatTokenizer.load(resolve_model(MODEL).path).encode(text)
-
-
-def continuation(engine: Engine, ids: list[int], params: SamplingParams) -> list[int]:
-    """What the model itself says next."""
-    sequence = engine.new_sequence("target", ids, len(ids), params, speculate=False)
-    engine.start(sequence)
-    while sequence.finish_reason is None:
-        engine.step()
+def answer(engine: Engine, prompt: list[int], params: SamplingParams) -> list[int]:
+    """What the target itself says."""
+    begin(engine, "target", prompt, params, speculate=False)
+    found = outputs(drain(engine))["target"]
     engine.release("target")
-    return sequence.output_ids
+    return found
 
 
-async def test_repeated_text_is_proposed_by_lookup(decode: Decode) -> None:
-    proposal = await decode.ask(DraftContext("lookup", "t", 0, [5, 6, 7, 8, 9, 5, 6], decode.inbox, max_tokens=3))
-    assert (proposal.start, proposal.token_ids, proposal.proposer) == (7, [7, 8, 9], "prompt_lookup")
-    grown = await decode.ask(DraftContext("lookup", "t", 7, [7], decode.inbox, max_tokens=2))
-    assert (grown.start, grown.token_ids) == (8, [8, 9])
+def strange(seed: int, length: int = 40) -> list[int]:
+    """A prompt in which nothing stands twice, so that no lookup has an idea of it."""
+    return [(seed + 7 * at) % 250 for at in range(length)]
 
 
-async def test_a_gap_in_what_it_knows_makes_it_ask_for_everything(decode: Decode) -> None:
-    answer = await decode.ask(DraftContext("gap", "t", 40, [1, 2], decode.inbox))
-    assert answer.resend
+async def serve(decode: Decode, name: str, prompt: list[int], said: list[int], params: SamplingParams) -> None:
+    """Decode a request that accepts all drafts, three at a time."""
+    await decode.begin(name, prompt, params, tenant=name)  # what others said is no help
+    for done in range(0, len(said), 3):
+        await decode.until_guessed(name, len(prompt) + done, said[done : done + WANTED])
+        await decode.grow(name, len(prompt) + done, said[done : done + 3])
+    await decode.forget(name)
 
 
-async def test_what_is_forgotten_must_be_sent_again(decode: Decode) -> None:
-    await decode.ask(DraftContext("gone", "t", 0, [5, 6, 7, 5, 6], decode.inbox))
-    await decode.send(DraftContext("gone", "t", 0, [], decode.inbox, forget=True))
-    assert (await decode.ask(DraftContext("gone", "t", 5, [7], decode.inbox))).resend
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-async def test_the_draft_model_guesses_with_the_targets_own_noise(
-    decode: Decode, engine: Engine, temperature: float
+@pytest.mark.parametrize(
+    "params",
+    [
+        greedy(LENGTH),
+        sampled(LENGTH, seed=3, top_p=0.9, temperature=0.9),
+        greedy(LENGTH, **RULED),
+        sampled(LENGTH, seed=4, **RULED),
+    ],
+    ids=["greedy", "sampled", "greedy-ruled", "sampled-ruled"],
+)
+async def test_the_draft_model_guesses_with_the_targets_own_noise_and_rules(
+    bus: Bus, twin: Drafter, engine: Engine, params: SamplingParams, request: pytest.FixtureRequest
 ) -> None:
-    ids = tokens_of("The capital of France is Paris, and its river is")
-    expected = continuation(
-        engine, ids, SamplingParams(max_tokens=8, seed=3, temperature=temperature, top_p=0.9, ignore_eos=True)
-    )
-    name = f"coupled-{temperature}"
-    ask = DraftContext(name, "t", 0, ids, decode.inbox, max_tokens=5, seed=3, temperature=temperature, top_p=0.9)
-    proposal = await decode.ask(ask)
-    assert (proposal.start, proposal.token_ids, proposal.proposer) == (len(ids), expected[:5], "draft_model")
-    # Two of the guesses were confirmed: the cache of the common part is kept and the rest is guessed anew.
-    more = DraftContext(
-        name, "t", len(ids), expected[:2], decode.inbox, max_tokens=5, seed=3, temperature=temperature, top_p=0.9
-    )
-    proposal = await decode.ask(more)
-    assert (proposal.start, proposal.token_ids) == (len(ids) + 2, expected[2:7])
+    prompt = strange(11)
+    decode = await Decode(bus, twin).open()
+    await serve(decode, request.node.name, prompt, answer(engine, prompt, params), params)
+    assert DRAFT_MODEL in decode.guesses[request.node.name]
 
 
-async def test_a_sequence_that_nobody_asks_about_is_forgotten(nats_url: str, forgetful: str) -> None:
+async def test_many_sequences_of_two_decode_workers_are_drafted_together(
+    bus: Bus, twin: Drafter, engine: Engine
+) -> None:
+    first, second = await Decode(bus, twin).open(), await Decode(bus, twin).open()
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(8):
+            prompt, params = strange(number, 60), sampled(LENGTH, seed=number)
+            said = answer(engine, prompt, params)
+            decode = (first, second)[number % 2]
+            tasks.create_task(serve(decode, f"together-{number}", prompt, said, params))
+    for mine, others in ((first, second), (second, first)):
+        assert len(mine.guesses) == 4
+        assert not mine.guesses.keys() & others.guesses.keys()
+        assert mine.messages < len(mine.proposals)  # several sequences in one message
+
+
+async def test_a_wrong_guess_is_taken_back(bus: Bus, twin: Drafter, engine: Engine) -> None:
+    prompt, params = strange(12), sampled(LENGTH, seed=5)
+    said = answer(engine, prompt, params)
+    other = [*said[:2], (said[2] + 1) % 250]
+    goes_on = answer(engine, prompt + other, params)
+    decode = await Decode(bus, twin).open()
+    await decode.begin("wrong", prompt, params)
+    await decode.until_guessed("wrong", len(prompt), said[:WANTED])
+    await decode.grow("wrong", len(prompt), other)
+    await decode.until_guessed("wrong", len(prompt) + 3, goes_on[:WANTED])
+
+
+async def test_only_the_newest_context_of_a_burst_counts(bus: Bus, twin: Drafter, engine: Engine) -> None:
+    prompt, params = strange(13), sampled(LENGTH, seed=6)
+    said = answer(engine, prompt, params)
+    decode = await Decode(bus, twin).open()
+    await decode.begin("burst", prompt, params)
+    for done in range(30):
+        await decode.grow("burst", len(prompt) + done, [said[done]])
+    await decode.until_guessed("burst", len(prompt) + 30, said[30 : 30 + WANTED])
+    assert len([p for p in decode.proposals if p.start < len(prompt) + 30]) < 30
+
+
+async def test_a_drafter_killed_in_mid_stream_is_told_again_and_goes_on(
+    bus: Bus, nats_url: str, target: Path, engine: Engine
+) -> None:
+    prompt, params = strange(14), sampled(LENGTH, seed=7, **RULED)
+    said = answer(engine, prompt, params)
+    with running(Drafter(nats_url, target, "draft-9", target)) as drafter:
+        decode = await Decode(bus, drafter).open()
+        await decode.begin("killed", prompt, params)
+        await decode.until_guessed("killed", len(prompt), said[:WANTED])
+        drafter.kill()
+        drafter.restart()
+        await decode.open()
+        await decode.grow("killed", len(prompt), said[:20])
+
+        async def asks_for_all() -> bool:
+            return "killed" in decode.resend
+
+        await eventually(asks_for_all, within_s=30)
+        told = DraftContext(
+            "killed", "t", 0, prompt + said[:20], decode.inbox, WANTED, num_prompt=len(prompt), params=params
+        )
+        await decode.send(told)
+        await decode.until_guessed("killed", len(prompt) + 20, said[20 : 20 + WANTED])
+
+
+async def test_another_model_drafts_as_far_as_its_context_reaches(
+    bus: Bus, nats_url: str, target: Path, smaller: Path
+) -> None:
+    params = sampled(400, seed=8)
+    own = load(smaller, max_draft_tokens=0)
+    with running(Drafter(nats_url, target, "draft-10", smaller)) as drafter:
+        decode = await Decode(bus, drafter).open()
+        prompt = strange(15)
+        said = answer(own, prompt, params)
+        await serve(decode, "own", prompt, said[: 128 - 40], params)
+        long = [(n * n + n) % 251 for n in range(150)]
+        await decode.begin("long", [*long, 9, 8, 7, 6, 5, 4, 9, 8, 7, 6], params)
+        await decode.until_guessed("long", 160, [5, 4])
+        assert decode.guesses["long"].keys() == {PROMPT_LOOKUP}
+
+
+async def test_recent_outputs_of_a_tenant_are_proposed_to_that_tenant_only(bus: Bus, twin: Drafter) -> None:
+    decode, params = await Decode(bus, twin).open(), greedy(LENGTH)
+    question, said = [200, 3, 150, 7, 99, 12], [(5 + 11 * n) % 250 for n in range(30)]
+    await decode.begin("asked", question, params, wanted=0)
+    await decode.grow("asked", len(question), said, wanted=0)
+    await decode.forget("asked")
+    await decode.begin("again", question, params)
+    # As far as it may guess behind a match of so many tokens.
+    await decode.until_guessed("again", len(question), said[: len(question)])
+    assert SUFFIX_TREE in decode.guesses["again"]
+    await decode.begin("stranger", question, params, tenant="other")
+    await decode.grow("stranger", len(question), said[:4])
+
+    async def guessed() -> bool:
+        return bool(decode.guesses["stranger"])
+
+    await eventually(guessed, within_s=30)
+    assert SUFFIX_TREE not in decode.guesses["stranger"]
+
+
+async def test_repeated_text_is_proposed_by_lookup(bus: Bus, twin: Drafter) -> None:
+    decode = await Decode(bus, twin).open()
+    await decode.begin("lookup", [5, 6, 7, 8, 9, 5, 6], greedy(LENGTH))
+    await decode.until_guessed("lookup", 7, [7, 8, 9])
+    await decode.grow("lookup", 7, [7, 8])
+    await decode.until_guessed("lookup", 9, [9, 5, 6])
+    assert PROMPT_LOOKUP in decode.guesses["lookup"]
+
+
+async def test_a_gap_in_what_it_knows_makes_it_ask_for_everything(bus: Bus, twin: Drafter) -> None:
+    decode = await Decode(bus, twin).open()
+
+    async def asked(*names: str) -> bool:
+        return decode.resend == set(names)
+
+    await decode.grow("gap", 40, [1, 2])
+    await eventually(lambda: asked("gap"), within_s=30)
+    await decode.begin("gone", strange(1), greedy(LENGTH))
+    await decode.forget("gone")
+    await decode.grow("gone", 40, [1])
+    await decode.grow("unwanted", 40, [1], wanted=0)
+    await eventually(lambda: asked("gap", "gone"), within_s=30)
+
+
+async def test_what_cannot_be_read_is_dropped(bus: Bus, twin: Drafter) -> None:
+    decode = await Decode(bus, twin).open()
+    subject = draft_subject("tiny", twin.name)
+    for junk in (b"", b"\xff" * 40, encode_draft(DraftContext("r", "t", 0, [1], "inbox"))[:-3]):
+        await bus.client.publish(subject, junk)
+    await decode.begin("after-junk", [5, 6, 7, 8, 9, 5, 6], greedy(LENGTH))
+    await decode.until_guessed("after-junk", 7, [7, 8, 9])
+
+
+async def test_silent_sequences_are_forgotten_and_no_more_kept_than_allowed(
+    bus: Bus, nats_url: str, target: Path
+) -> None:
     """A decode worker that was killed never says that its sequences ended."""
-    async with await Bus.connect(nats_url, name="test") as bus, asyncio.timeout(60):
+    drafter = Drafter(nats_url, target, "draft-8", forget_after_s="8", max_sequences="3")
+    with running(drafter):
+        decode = await Decode(bus, drafter).open()
 
-        def running() -> list[int]:
-            return [s.running for s in bus.statuses.live("draft") if s.instance == forgetful and s.state == "ready"]
+        async def remembers(count: int) -> bool:
+            return [s.running for s in bus.statuses.live("draft") if s.instance == drafter.name] == [count]
 
-        while running() != [0]:
-            await asyncio.sleep(0.1)
-        speaker = Decode(bus, forgetful)
-        await speaker.open()
-        await speaker.ask(DraftContext("orphan", "t", 0, [5, 6, 7, 5, 6], speaker.inbox))
-        while running() != [1]:
-            await asyncio.sleep(0.1)
-        while running() != [0]:
-            await asyncio.sleep(0.1)
+        for number in range(5):
+            await decode.begin(f"many-{number}", [5, 6, 7, 8, 5, 6], greedy(LENGTH))
+        await eventually(lambda: remembers(3), within_s=30)
+        await decode.grow("many-4", 6, [7])
+        await decode.grow("many-0", 6, [7])
+
+        async def asked() -> bool:
+            return bool(decode.resend)
+
+        await eventually(asked, within_s=30)
+        assert decode.resend == {"many-0"}
+        await eventually(lambda: remembers(0), within_s=60)
 
 
-async def test_more_sequences_than_it_remembers_cost_a_resend_only(decode: Decode) -> None:
-    for number in range(5):
-        await decode.ask(DraftContext(f"many-{number}", "t", 0, [5, 6, 7, 8, 5, 6], decode.inbox))
-    assert (await decode.ask(DraftContext("many-0", "t", 6, [7], decode.inbox))).resend
-    assert not (await decode.ask(DraftContext("many-4", "t", 6, [7], decode.inbox))).resend
+async def test_speculation_off_is_a_drafter_that_says_nothing(bus: Bus, nats_url: str, target: Path) -> None:
+    drafter = Drafter(nats_url, target, "draft-11", target, speculation="off")
+    with running(drafter):
+        decode = await Decode(bus, drafter).open()
+        await decode.begin("off", [5, 6, 7, 8, 9, 5, 6], greedy(LENGTH))
+        await decode.grow("off", 100, [1])
+        twin_answers = [s for s in bus.statuses.live("draft") if s.instance == drafter.name]
+        assert [s.running for s in twin_answers] == [0]
+        assert decode.messages == 0
+
+
+def test_a_draft_model_of_other_tokens_is_refused(nats_url: str, target: Path, tmp_path: Path) -> None:
+    other = tiny_model(tmp_path / "other")
+    tokenizer = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(tokenizer.replace("<|end|>", "<|fin|>"))
+    status, complaint = Drafter(nats_url, target, "draft-12", other).ended()
+    assert status == 1
+    assert "has another vocabulary than tiny" in complaint
+    assert "Traceback" not in complaint

@@ -49,6 +49,7 @@ def given_up(model: str = "tiny") -> GenerationRequest:
         compute_timeout_s=70,
         salt="acme.corp",
         speculation="off",
+        prediction_ids=[8, 9],
     )  # fmt: skip
 
 
@@ -79,7 +80,7 @@ async def test_a_dead_letter_runs_again_with_the_same_work_under_a_new_id(
     (again,) = [request for request in worker.seen if request.request_id == answer["request_id"]]
     accepted = (await entries_of(bus, answer["request_id"], "acme.corp"))[0].record
     assert isinstance(accepted, Accepted)
-    for name in ("tenant", "model", "api", "priority", "prompt_ids", "params", "salt", "speculation"):
+    for name in ("tenant", "model", "api", "priority", "prompt_ids", "params", "salt", "speculation", "prediction_ids"):
         assert getattr(again, name) == getattr(lost, name), name
     assert accepted.logprobs == 2
     # Its time begins anew, and as much of it.

@@ -170,6 +170,28 @@ async def test_every_sampling_parameter_reaches_the_worker(http: httpx.AsyncClie
     )
 
 
+async def test_a_prediction_reaches_the_worker_as_tokens_where_there_is_speculation(
+    client: AsyncOpenAI, worker: Worker
+) -> None:
+    for text, speculation in (("int main", "auto"), ("int main\n" * 500, "auto"), ("int main", "off")):
+        seed, room = fresh_seed(), len(text.encode()) <= 512
+        asking = client.chat.completions.create(
+            model="tiny",
+            messages=MESSAGES,
+            seed=seed,
+            prediction={"type": "content", "content": [{"type": "text", "text": text}]},
+            extra_body={"speculation": speculation},
+        )
+        if not room:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await asking
+            assert (caught.value.param, caught.value.code) == ("prediction.content", "context_length_exceeded")
+            continue
+        await asking
+        request = next(r for r in worker.seen if r.params.seed == seed)
+        assert len(request.prediction_ids) == (len(text) if speculation == "auto" else 0)
+
+
 async def test_text_parts_and_developer_messages_are_rendered(http: httpx.AsyncClient, worker: Worker) -> None:
     seed = fresh_seed()
     messages = [

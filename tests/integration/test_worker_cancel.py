@@ -217,7 +217,7 @@ async def test_a_request_cancelled_in_decode_takes_part_in_no_step_more(pipeline
     """Without the hint decode learns it from its next append, which the step in progress brings; the engine may have
     begun one more before the refusal comes."""
     await pipeline.prefill()
-    decode = await pipeline.decode(speculation="auto")
+    decode = await pipeline.decode(drafts=0, speculation="auto")  # a token a step, and a sequence that is drafted for
     gate = Gate(decode.host)
     request = await pipeline.submit(SHORT, output=200)
     gate.let(5)

@@ -124,6 +124,31 @@ def test_dead_letters_are_shown_when_there_are_some() -> None:
     assert json.loads(as_json(report(dead_letters=2)))["dead_letters"] == 2
 
 
+def test_what_became_of_drafts_is_told_for_all_decode_workers_together() -> None:
+    def line(*details: dict[str, float | str]) -> str:
+        told = [status(f"decode-{n}", details=of) for n, of in enumerate(details)]
+        shown = msgspec.structs.replace(report(), rows=merge({}, told, NOW, Path("/none")))
+        return next((line for line in printed(shown).splitlines() if line.startswith("speculation")), "")
+
+    first: dict[str, float | str] = {
+        "speculation": "auto",
+        "drafted": 30,
+        "accepted": 20,
+        "steps": 40,
+        "ready": 10,
+        "draft_length": 3.0,
+        "drafted.draft_model": 30,
+    }
+    second = first | {"drafted": 10, "accepted": 10, "draft_length": 2.0, "drafted.draft_model": 0}
+    assert line(first, second | {"drafted.prompt_lookup": 10}) == (
+        "speculation: 75% of 40 drafted tokens accepted, k 2.5, proposals ready in 25% of steps "
+        "(draft_model 75%, prompt_lookup 25%)"
+    )
+    assert line(first | {"drafted": 0}) == ""
+    assert line({"speculation": "off"}) == "speculation: off"
+    assert line({}) == ""
+
+
 def test_a_stopped_instance_is_drained_and_a_stopped_server_is_not() -> None:
     stopped = [process("decode-0", "STOPPED", pid=0), process("nats", "STOPPED", pid=0)]
     assert states(stopped, []) == {"nats": "stopped", "decode-0": "drained"}

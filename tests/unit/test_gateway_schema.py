@@ -131,7 +131,6 @@ def test_neutral_values_change_nothing_and_not_even_the_digest(names: set[str], 
         ("tools", [{}]),
         ("tool_choice", "required"),
         ("response_format", {"type": "json_object"}),
-        ("prediction", {"type": "content", "content": "x"}),
         ("store", True),
         ("metadata", {"a": "b"}),
     ],
@@ -139,6 +138,35 @@ def test_neutral_values_change_nothing_and_not_even_the_digest(names: set[str], 
 def test_an_unsupported_parameter_that_asks_for_something_is_refused_by_name(name: str, value: object) -> None:
     error = refusal({**CHAT, name: value})
     assert (error.status, error.param, error.code) == (400, name, "unsupported_parameter")
+
+
+def test_a_prediction_is_one_text_or_several_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    for content, text in (("x", "x"), (parts, "a\nb"), ("", "")):
+        assert parse_call({**CHAT, "prediction": {"type": "content", "content": content}}, "chat").prediction == text
+    assert parse_call({**CHAT, "prediction": None}, "chat").prediction == ""
+
+
+@pytest.mark.parametrize(
+    ("prediction", "param"),
+    [
+        ("x", "prediction"),
+        ({"content": "x"}, "prediction.type"),
+        ({"type": "content"}, "prediction.content"),
+        ({"type": "text", "content": "x"}, "prediction.type"),
+        ({"type": "content", "content": []}, "prediction.content"),
+        ({"type": "content", "content": 5}, "prediction.content"),
+        ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content[0].type"),
+        ({"type": "content", "content": "x", "more": 1}, "prediction.more"),
+    ],
+)
+def test_a_bad_prediction_is_refused_by_name(prediction: object, param: str) -> None:
+    assert refusal({**CHAT, "prediction": prediction}).param == param
+
+
+def test_completions_have_no_prediction() -> None:
+    error = refusal({**TEXT, "prediction": {"type": "content", "content": "x"}}, "completion")
+    assert (error.param, error.code) == ("prediction", "unknown_parameter")
 
 
 @pytest.mark.parametrize("name", ["tool_calls", "name", "function_call", "tool_call_id", "audio"])
@@ -267,6 +295,7 @@ def test_the_digest_tells_what_decides_the_output_from_what_does_not() -> None:
         {"best_of": 1},
         {"logit_bias": {}},
         {"temperature": None},
+        {"prediction": {"type": "content", "content": "x"}},
     ]
     for fields in same:
         assert parse_call({**CHAT, **fields}, "chat").digest == digest

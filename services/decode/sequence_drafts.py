@@ -1,0 +1,81 @@
+"""The guesses for one sequence: by proposers in this process and by drafters outside, and whose of them to believe.
+
+Pure; used by one thread at a time. Nothing in here has a say in what is generated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from shared.speculation import Chooser, Guess, PromptLookup, Proposer, RecentOutputs, SuffixProposer, Tally
+
+SLICE_TOKENS = 256
+"""Read at once, which takes about half a millisecond."""
+
+ENOUGH_TOKENS = 4.0
+"""Where a guess made in this process is expected to have so many right tokens, none is wanted from outside."""
+
+
+class SequenceDrafts:
+    """`read` what is known of the sequence, then `extend` it with each step's tokens."""
+
+    def __init__(self, reference: Sequence[int], outputs: RecentOutputs, group: str) -> None:
+        """`reference` is a text that the output is likely to repeat, `group` whose `outputs` may be looked at."""
+        self._given = bool(reference)
+        self._local: tuple[Proposer, ...] = (PromptLookup(reference), SuffixProposer(outputs, group))
+        self._chooser = Chooser(0)
+        self.asks_outside = True
+        """Whether a guess from outside could be of use. Other threads may read it."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence, as far as they were told."""
+        return self._chooser.length
+
+    @property
+    def tallies(self) -> Mapping[str, Tally]:
+        return self._chooser.tallies
+
+    def read(self, token_ids: Sequence[int], pause: Callable[[], None]) -> None:
+        """All that is known of the sequence; takes milliseconds for a thousand tokens, with a `pause` now and then."""
+        # With a reference it is read at once: only the end of the whole tells where the reference begins to be copied.
+        size = len(token_ids) if self._given else SLICE_TOKENS
+        for start in range(0, len(token_ids), max(size, 1)):
+            self.extend(token_ids[start : start + size])
+            pause()
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        for proposer in self._local:
+            proposer.extend(token_ids)
+        self._chooser.extend(token_ids)
+
+    def offer(self, guess: Guess) -> None:
+        """A guess from outside."""
+        self._chooser.offer(guess)
+
+    def report(self, proposer: str, drafted: int, accepted: int) -> None:
+        """A step verified so many tokens of a guess."""
+        self._chooser.report(proposer, drafted, accepted)
+
+    def guess(self, max_tokens: int) -> Guess | None:
+        """Let the proposers of this process guess, and choose among all."""
+        for proposer in self._local:
+            found = proposer.propose(max_tokens)
+            if found is not None:
+                self._chooser.offer(found)
+        best = self.best(max_tokens)
+        inside = best is not None and any(best.proposer == proposer.name for proposer in self._local)
+        self.asks_outside = best is None or not inside or _expected_tokens(best) < ENOUGH_TOKENS
+        return best
+
+    def best(self, max_tokens: int) -> Guess | None:
+        return self._chooser.best(max_tokens)
+
+
+def _expected_tokens(guess: Guess) -> float:
+    """How many of its tokens are right before the first that is not."""
+    expected, all_right = 0.0, 1.0
+    for chance in guess.confidence:
+        all_right *= chance
+        expected += all_right
+    return expected

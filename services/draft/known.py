@@ -1,0 +1,214 @@
+"""What a drafter knows of one sequence: its tokens, everybody's guesses, and which of them to tell decode. Pure.
+
+Also whether the draft model shall guess for it: a model's steps cost time that other sequences could have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.protocol.drafts import DRAFT_MODEL, DraftContext, Proposal
+from shared.protocol.jobs import SamplingParams
+from shared.speculation import Chooser, Guess, PromptLookup, Proposer, RecentOutputs, SuffixProposer
+
+MEMORY = 0.97
+"""Weight of what was learned one token ago about the draft model in this sequence."""
+
+USUAL, TRUST = 0.7, 2.0
+"""How often a token of the draft model is thought to be right before it is known, and the tokens that this weighs."""
+
+LEAST = 0.15
+"""A model that is right more seldom than this is not asked until its failures have faded."""
+
+
+@dataclass(frozen=True, eq=False)
+class Wish:
+    """What the draft model shall do for a sequence: be `ahead` tokens beyond the first `confirmed` of `tokens`.
+
+    0: rest. `tokens` may grow meanwhile, but never change; a sequence that began anew has another list.
+    """
+
+    request_id: str
+    tokens: list[int]
+    confirmed: int
+    ahead: int
+    num_prompt: int
+    params: SamplingParams
+    salt: str
+
+
+class GapError(Exception):
+    """A context does not continue what is known of the sequence."""
+
+
+class KnownSequence:
+    """Begins with a context from position 0."""
+
+    def __init__(self, context: DraftContext, outputs: RecentOutputs, *, most: int, with_model: bool) -> None:
+        """`most`: tokens guessed beyond those known."""
+        self.request_id = context.request_id
+        self.group = f"{context.tenant}\0{context.salt}"
+        """Who shares recent outputs: a tenant under one salt."""
+        self.token_ids: list[int] = []
+        self.num_prompt = context.num_prompt
+        self.reply_to = context.reply_to
+        self.wanted = 0
+        self._most = most
+        self._params = context.params
+        self._salt = context.salt
+        self._proposers: list[Proposer] = [PromptLookup(), SuffixProposer(outputs, self.group)]
+        self._chooser = Chooser(0)
+        self._looked_up: list[int] = []
+        """The best guess of those without a model, when they were last asked."""
+        self._came_true = False
+        """Whether it was right as far as one knows."""
+        self._sent: list[int] = []
+        """What decode was told of the tokens beyond those known, and by whom they were guessed."""
+        self._sent_by = ""
+        self._has_model = with_model and context.params is not None and context.num_prompt > 0
+        self._record = _Record()
+        self._drafted: list[int] = []
+        """The draft model's tokens beyond those known, as far as they were not refuted."""
+        self._refuted_at: int | None = 0
+        """The model goes on from something else until it has heard of the first so many tokens. It knows none yet."""
+
+    def extend(self, context: DraftContext) -> None:
+        """Take a newer context. Raises GapError when it leaves tokens out or contradicts those known."""
+        overlap = len(self.token_ids) - context.start
+        if overlap < 0:
+            raise GapError(f"{len(self.token_ids)} tokens known, a context starts at {context.start}")
+        told_twice = min(overlap, len(context.token_ids))
+        if told_twice and _common(self.token_ids[context.start :], context.token_ids) < told_twice:
+            raise GapError(f"a context contradicts the {len(self.token_ids)} tokens known")
+        new_ids = context.token_ids[overlap:]
+        self.reply_to = context.reply_to
+        self.wanted = min(context.wanted, self._most)
+        agreed = _common(self._drafted, new_ids)
+        self._record.add(agreed, agreed < min(len(self._drafted), len(new_ids)), len(new_ids))
+        if agreed < min(len(self._drafted), len(new_ids)):
+            self._refuted_at = len(self.token_ids) + len(new_ids)
+        self._drafted = _rest(self._drafted, new_ids)
+        if new_ids:
+            compared = min(len(self._looked_up), len(new_ids))
+            self._came_true = 0 < compared == _common(self._looked_up, new_ids)
+            self._looked_up = _rest(self._looked_up, new_ids)
+        # Where decode gained one token only it may have missed what it was told, so it is told again.
+        self._sent = _rest(self._sent, new_ids) if len(new_ids) > 1 else []
+        self.token_ids += new_ids
+        for proposer in self._proposers:
+            proposer.extend(new_ids)
+        self._chooser.extend(new_ids)
+
+    def look_up(self) -> None:
+        """Let those guess that need no model."""
+        for proposer in self._proposers:
+            guess = proposer.propose(self.wanted) if self.wanted else None
+            if guess is not None:
+                self._chooser.offer(guess)
+        best = self._chooser.best(self.wanted) if self.wanted else None
+        self._looked_up = list(best.token_ids) if best is not None and best.proposer != DRAFT_MODEL else []
+
+    def wish(self) -> Wish | None:
+        """What to ask of the draft model. It rests where another's guess is expected to bring as many right tokens and
+        the one before came true, and where it was hardly ever right itself."""
+        if not self._has_model or self._params is None or len(self.token_ids) < self.num_prompt:
+            return None
+        ahead = self.wanted if self._model_pays() else 0
+        return Wish(
+            self.request_id, self.token_ids, len(self.token_ids), ahead, self.num_prompt, self._params, self._salt
+        )
+
+    def granted(self, wish: Wish) -> None:
+        """The draft model has heard of the wish: what it says from now on goes on from those tokens."""
+        if wish.tokens is self.token_ids and self._refuted_at is not None and wish.confirmed >= self._refuted_at:
+            self._refuted_at = None
+
+    def refused(self, wish: Wish) -> None:
+        """The draft model cannot take this sequence."""
+        if wish.tokens is self.token_ids:
+            self._has_model = False
+
+    def drafted(self, output_index: int, token_ids: list[int]) -> int:
+        """The draft model guessed these tokens of the output; returns how many of them may still come true."""
+        if self._refuted_at is not None:
+            return 0
+        start = self.num_prompt + output_index
+        late = self.token_ids[start : start + len(token_ids)]
+        agreed = _common(token_ids, late)
+        self._record.add(agreed, agreed < len(late), 0)
+        if agreed < len(late):
+            self._refuted_at = len(self.token_ids)
+            return 0
+        if start + len(late) != len(self.token_ids) + len(self._drafted):
+            return 0
+        self._drafted += token_ids[len(late) :]
+        confidence = (self._record.rate,) * len(token_ids)
+        self._chooser.offer(Guess(start, tuple(token_ids), confidence, DRAFT_MODEL))
+        return len(token_ids) - len(late)
+
+    def proposal(self) -> Proposal | None:
+        """What decode should be told now: the best guess, as far as it was not told before."""
+        best = self._chooser.best(self.wanted) if self.wanted else None
+        if best is None:
+            return None
+        told = _common(self._sent, best.token_ids) if best.proposer == self._sent_by else 0
+        if told == len(best.token_ids):
+            return None
+        if told < len(self._sent):  # the guess has changed: all of it
+            told = 0
+        self._sent, self._sent_by = list(best.token_ids), best.proposer
+        return Proposal(
+            self.request_id,
+            best.start + told,
+            list(best.token_ids[told:]),
+            best.proposer,
+            [round(chance, 3) for chance in best.confidence[told:]],
+        )
+
+    def _model_pays(self) -> bool:
+        if not self.wanted or self._record.rate < LEAST:
+            return False
+        best = self._chooser.best(self.wanted)
+        if best is None or best.proposer == DRAFT_MODEL or not self._came_true:
+            return True
+        return _expected(best.confidence) < _expected([self._record.rate] * self.wanted)
+
+
+class _Record:
+    """How often the draft model's tokens were right, of those behind right ones. Fades with every token that came."""
+
+    def __init__(self) -> None:
+        self._right = 0.0
+        self._tried = 0.0
+
+    def add(self, right: int, wrong: bool, came: int) -> None:
+        fade = MEMORY**came
+        self._right = self._right * fade + right
+        self._tried = self._tried * fade + right + wrong
+
+    @property
+    def rate(self) -> float:
+        return (self._right + TRUST * USUAL) / (self._tried + TRUST)
+
+
+def _common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    for index, (a, b) in enumerate(zip(first, second, strict=False)):
+        if a != b:
+            return index
+    return min(len(first), len(second))
+
+
+def _rest(guessed: list[int], came: list[int]) -> list[int]:
+    """What is left of a guess after `came`; nothing when that refutes it."""
+    return guessed[len(came) :] if _common(guessed, came) == min(len(guessed), len(came)) else []
+
+
+def _expected(chances: Sequence[float]) -> float:
+    """How many of the guessed tokens are right before the first that is not."""
+    expected, all_right = 0.0, 1.0
+    for chance in chances:
+        all_right *= chance
+        expected += all_right
+    return expected

@@ -1,0 +1,275 @@
+"""What decode tells drafters: each sequence to one of them, no word too many, and nothing waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+
+import pytest
+import pytest_asyncio
+from nats.aio.msg import Msg
+
+from services.decode.draft_link import DRAFT_SERVICE, MAX_HEARD, MAX_RESENDS, DraftLink
+from shared.bus import Bus
+from shared.protocol.drafts import (
+    DRAFT_MODEL,
+    MAX_CONTEXT_TOKENS,
+    DraftContext,
+    Proposal,
+    Proposals,
+    decode_context,
+    encode_draft,
+)
+from shared.protocol.jobs import GenerationRequest, SamplingParams
+from shared.protocol.status import InstanceStatus
+from shared.protocol.subjects import draft_subject, proposal_subject
+from shared.speculation import Guess
+from tests.integration.kv_harness import eventually
+
+WORKER = "decode-0.x"
+
+
+class Drafter:
+    """Notes what it is told."""
+
+    def __init__(self, bus: Bus, model: str, name: str) -> None:
+        self.name = name
+        self.contexts: list[DraftContext] = []
+        self.state = "ready"
+        self._bus = bus
+        self._model = model
+
+    async def open(self) -> None:
+        await self._bus.client.subscribe(draft_subject(self._model, self.name), cb=self._on_context)
+        await asyncio.sleep(0)
+        await self._bus.client.flush(2)
+        self._bus.announce(self._report)
+
+    def _report(self) -> InstanceStatus:
+        now = time.time()
+        return InstanceStatus(
+            "draft",
+            self.name,
+            self.name,
+            1,
+            "",
+            now,
+            now,
+            state=self.state,
+            model=self._model,  # type: ignore[arg-type]
+        )
+
+    async def _on_context(self, message: Msg) -> None:
+        self.contexts.append(decode_context(message.data))
+
+    async def drain(self) -> None:
+        self.state = "draining"
+        await self._bus.announce_now()
+
+    async def say(self, *proposals: Proposal) -> None:
+        await self._bus.client.publish(proposal_subject(WORKER), encode_draft(Proposals(list(proposals))))
+
+    async def heard(self, count: int) -> list[DraftContext]:
+        async def all_of_them() -> bool:
+            return len(self.contexts) >= count
+
+        await eventually(all_of_them)
+        return self.contexts
+
+
+class Stage:
+    """A link that runs, and what it hands on."""
+
+    def __init__(self, bus: Bus, model: str) -> None:
+        self.bus = bus
+        self.model = model
+        self.link = DraftLink(bus, model, WORKER)
+        self.guesses: list[Guess] = []
+
+    def join(self, request_id: str = "r1", prompt: int = 5) -> GenerationRequest:
+        params = SamplingParams(max_tokens=9, seed=4, presence_penalty=0.5)
+        request = GenerationRequest(
+            request_id, "t", self.model, "chat", "normal", list(range(prompt)), params, 0, 0, 0, 0, salt="s"
+        )
+        self.link.join(request, list(request.prompt_ids), self.guesses.append)
+        return request
+
+    async def seen(self, *names: str) -> None:
+        """Until exactly these drafters are ready, as the link sees it."""
+
+        async def so() -> bool:
+            live = self.bus.statuses.live("draft", self.model)
+            return {status.instance for status in live if status.state == "ready"} == set(names)
+
+        await eventually(so)
+
+
+@pytest_asyncio.fixture
+async def parts(nats_url: str) -> AsyncIterator[tuple[Stage, list[Drafter]]]:
+    model = f"m{uuid.uuid4().hex[:8]}"
+    async with AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(await Bus.connect(nats_url, name="decode"))
+        drafters = []
+        for number in range(2):
+            own = await stack.enter_async_context(await Bus.connect(nats_url, name=f"draft-{number}"))
+            drafters.append(Drafter(own, model, f"draft-{number}-{model}"))
+            await drafters[-1].open()
+        stage = Stage(bus, model)
+        await stage.link.open()
+        running = asyncio.create_task(stage.link.run())
+        await stage.seen(*(drafter.name for drafter in drafters))
+        yield stage, drafters
+        running.cancel()
+        await asyncio.wait({running})
+        assert running.cancelled()
+
+
+async def chosen(drafters: list[Drafter]) -> tuple[Drafter, Drafter]:
+    """The one that was told of the sequence, and the other."""
+
+    async def one() -> bool:
+        return any(drafter.contexts for drafter in drafters)
+
+    await eventually(one)
+    first, other = sorted(drafters, key=lambda drafter: not drafter.contexts)
+    return first, other
+
+
+async def test_a_sequence_is_told_from_the_beginning_then_as_it_grows_then_forgotten(
+    parts: tuple[Stage, list[Drafter]],
+) -> None:
+    stage, drafters = parts
+    request = stage.join()
+    drafter, other = await chosen(drafters)
+    stage.link.grew("r1", [7, 8], 3)
+    await drafter.heard(2)
+    stage.link.leave("r1")
+    first, second, last = await drafter.heard(3)
+    assert (first.start, first.token_ids, first.num_prompt, first.params, first.salt, first.tenant) == (
+        0,
+        request.prompt_ids,
+        5,
+        request.params,
+        "s",
+        "t",
+    )
+    assert (second.start, second.token_ids, second.wanted, second.params) == (5, [7, 8], 7, None)
+    assert last.forget
+    assert not other.contexts
+    assert len(stage.link) == 0
+
+
+async def test_it_moves_with_all_its_tokens_when_its_drafter_goes(parts: tuple[Stage, list[Drafter]]) -> None:
+    stage, drafters = parts
+    request = stage.join()
+    drafter, other = await chosen(drafters)
+    await drafter.drain()
+    await stage.seen(other.name)
+    stage.link.grew("r1", [7], 2)
+    (moved,) = await other.heard(1)
+    assert (moved.start, moved.token_ids, moved.params) == (0, [*request.prompt_ids, 7], request.params)
+    assert (await drafter.heard(2))[1].forget
+
+
+async def test_without_drafters_nothing_is_said_and_a_new_one_hears_all(parts: tuple[Stage, list[Drafter]]) -> None:
+    stage, drafters = parts
+    for drafter in drafters:
+        await drafter.drain()
+    await stage.seen()
+    stage.join()
+    stage.link.grew("r1", [7], 2)
+    drafters[0].state = "ready"
+    await drafters[0]._bus.announce_now()
+    await stage.seen(drafters[0].name)
+    stage.link.grew("r1", [8], 2)
+    (told,) = await drafters[0].heard(1)
+    assert told.token_ids == [0, 1, 2, 3, 4, 7, 8]
+
+
+async def test_where_nothing_is_wanted_it_is_said_once_and_the_tokens_come_later(
+    parts: tuple[Stage, list[Drafter]],
+) -> None:
+    stage, drafters = parts
+    stage.join()
+    drafter, _ = await chosen(drafters)
+    stage.link.grew("r1", [7], 0)
+    await drafter.heard(2)
+    for token in (8, 9, 10):
+        stage.link.grew("r1", [token], 0)
+        await asyncio.sleep(0.01)
+    stage.link.grew("r1", [11], 1)
+    contexts = await drafter.heard(3)
+    assert [(c.start, c.token_ids, c.wanted) for c in contexts[1:]] == [(5, [7], 0), (6, [8, 9, 10, 11], 3)]
+
+
+async def test_a_context_beyond_what_a_message_may_hold_goes_in_parts(parts: tuple[Stage, list[Drafter]]) -> None:
+    stage, drafters = parts
+    stage.join(prompt=MAX_CONTEXT_TOKENS + 10)
+    drafter, _ = await chosen(drafters)
+    first, second = await drafter.heard(2)
+    assert (len(first.token_ids), first.wanted) == (MAX_CONTEXT_TOKENS, 0)
+    assert (second.start, len(second.token_ids)) == (MAX_CONTEXT_TOKENS, 10)
+    assert second.wanted > 0
+
+
+async def test_guesses_are_handed_on_under_names_that_none_in_this_process_has(
+    parts: tuple[Stage, list[Drafter]],
+) -> None:
+    stage, drafters = parts
+    stage.join()
+    drafter, _ = await chosen(drafters)
+    await drafter.say(
+        Proposal("r1", 5, [1, 2], DRAFT_MODEL, [0.5, 0.25]),
+        Proposal("unknown", 5, [9], DRAFT_MODEL),
+        Proposal("r1", 5, [3], "prompt_lookup"),
+    )
+
+    async def two() -> bool:
+        return len(stage.guesses) == 2
+
+    await eventually(two)
+    assert stage.guesses == [Guess(5, (1, 2), (0.5, 0.25), DRAFT_MODEL), Guess(5, (3,), (), DRAFT_SERVICE)]
+
+
+async def test_a_flood_of_guesses_is_bounded_between_two_steps(parts: tuple[Stage, list[Drafter]]) -> None:
+    stage, drafters = parts
+    stage.join()
+    drafter, _ = await chosen(drafters)
+
+    async def flood() -> None:
+        await drafter.say(*[Proposal("r1", 5, [1], DRAFT_MODEL)] * (MAX_HEARD + 9))
+        await drafter.say(Proposal("r2", 5, [1], DRAFT_MODEL))
+
+    stage.join("r2")
+
+    async def done(count: int) -> None:
+        async def all_heard() -> bool:
+            return len(stage.guesses) >= count
+
+        await eventually(all_heard)
+
+    await flood()
+    await done(MAX_HEARD + 1)
+    assert len(stage.guesses) == MAX_HEARD + 1
+    stage.link.grew("r1", [7], 2)
+    await flood()
+    await done(2 * MAX_HEARD + 2)
+    assert len(stage.guesses) == 2 * MAX_HEARD + 2
+
+
+@pytest.mark.parametrize("asked", [1, MAX_RESENDS + 5])
+async def test_a_drafter_may_ask_for_the_whole_but_not_for_ever(parts: tuple[Stage, list[Drafter]], asked: int) -> None:
+    stage, drafters = parts
+    stage.join()
+    drafter, _ = await chosen(drafters)
+    for number in range(asked):
+        before = len(drafter.contexts)
+        await drafter.say(Proposal("r1", 0, [], resend=True))
+        if number < MAX_RESENDS:
+            await drafter.heard(before + 1)
+    stage.link.grew("r1", [7], 2)
+    contexts = await drafter.heard(2 + min(asked, MAX_RESENDS))
+    assert [c.start for c in contexts] == [0] * (1 + min(asked, MAX_RESENDS)) + [5]

@@ -1,0 +1,211 @@
+"""Guesses beside the engine: ready before the next step, of one's own tenant, and never in the engine's way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import pytest_asyncio
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from services.decode.drafting import REMEMBER_TOKENS, Drafting
+from services.decode.sequence_drafts import SLICE_TOKENS, SequenceDrafts
+from shared.engine import Sequence, SequenceStep
+from shared.models import ModelFiles
+from shared.speculation import PROMPT_LOOKUP, SUFFIX_TREE, Guess, RecentOutputs, Tally
+from shared.telemetry.metrics import DecodeMetrics
+from shared.worker.engine_host import EngineHost
+from tests.unit.engine_harness import load, sampled, tiny_model
+
+COPIED = list(range(40, 80))
+
+
+def read(token_ids: list[int], reference: list[int] | None = None, outputs: RecentOutputs | None = None) -> Any:
+    drafts = SequenceDrafts(reference or [], outputs or RecentOutputs(), "t")
+    drafts.read(token_ids, lambda: None)
+    return drafts
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=3 * SLICE_TOKENS), st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_a_sequence_read_in_slices_is_the_sequence_read_at_once(token_ids: list[int], remembered: bool) -> None:
+    outputs = RecentOutputs()
+    if remembered:
+        outputs.add("t", token_ids[::-1])
+    whole = SequenceDrafts([], outputs, "t")
+    whole.extend(token_ids)
+    sliced = read(token_ids, outputs=outputs)
+    assert (sliced.length, sliced.guess(8)) == (whole.length, whole.guess(8))
+
+
+def test_others_get_a_turn_while_a_long_prompt_is_read() -> None:
+    pauses: list[None] = []
+    SequenceDrafts([], RecentOutputs(), "t").read([7] * (10 * SLICE_TOKENS), lambda: pauses.append(None))
+    assert len(pauses) == 10
+
+
+def test_a_prediction_is_copied_from_its_beginning_however_often_the_prompt_has_it() -> None:
+    prompt = [*range(1000, 1000 + SLICE_TOKENS - 20), *COPIED, 5, 6, *COPIED, 9]
+    assert read(prompt, reference=COPIED).guess(6).token_ids == tuple(COPIED[:6])
+
+
+def test_nobody_outside_is_asked_while_a_copy_goes_well() -> None:
+    drafts = read([*COPIED, 1, 2, *COPIED[:20]])
+    assert drafts.guess(16).token_ids == tuple(COPIED[20:36])
+    assert not drafts.asks_outside
+    drafts.extend([999])
+    drafts.guess(16)
+    assert drafts.asks_outside
+
+
+def test_a_guess_from_outside_is_taken_where_it_promises_more() -> None:
+    drafts = read([1, 2, 3, 4])
+    assert drafts.guess(8) is None
+    assert drafts.asks_outside
+    drafts.offer(Guess(4, (5, 6, 7), (0.9, 0.9, 0.9), "draft_model"))
+    assert drafts.best(2).token_ids == (5, 6)
+    drafts.extend([5])
+    assert drafts.guess(8).token_ids == (6, 7)
+    assert drafts.asks_outside
+
+
+# Beside an engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("llama"))
+
+
+@pytest_asyncio.fixture
+async def host(model: Path) -> AsyncIterator[EngineHost]:
+    files = cast(ModelFiles, SimpleNamespace(name="tiny"))
+    made = EngineHost(load(model, adaptive_drafts=True), files, DecodeMetrics("decode-0", CollectorRegistry()).engine)
+    policy = made.async_engine.engine._draft_policy
+    assert policy is not None
+    policy.choose = lambda candidates, *_, **__: [_all_of(c) for c in candidates]  # type: ignore[method-assign]
+    made.start()
+    yield made
+    await made.stop()
+
+
+def _all_of(candidate: Any) -> int:
+    candidate.acceptance.wanted = 8
+    return int(candidate.length)
+
+
+async def sequence_of(host: EngineHost, seq_id: str, prompt: list[int], output: int, seed: int = 3) -> Sequence:
+    params = sampled(output, seed=seed, temperature=1.5)
+    return await host.open(seq_id, prompt, len(prompt), params, salt="", speculate=True)
+
+
+async def steps_of(host: EngineHost, sequence: Sequence) -> list[SequenceStep]:
+    await host.begin(sequence, 0)
+    steps: list[SequenceStep] = []
+    while not steps or steps[-1].finish_reason is None:
+        steps.append(await host.feed.next(sequence.seq_id))
+    return steps
+
+
+async def until_begun(drafting: Drafting, seq_id: str) -> None:
+    async with asyncio.timeout(10):
+        while seq_id not in drafting._sequences:
+            await asyncio.sleep(0.001)
+
+
+async def run(
+    host: EngineHost, drafting: Drafting, seq_id: str, group: str, output: int = 30, reference: list[int] | None = None
+) -> tuple[list[int], list[SequenceStep], Mapping[str, Tally]]:
+    """The output, the steps that made it, and the tallies."""
+    sequence = await sequence_of(host, seq_id, [3, 1, 4, 1, 5], output)
+    drafted = drafting.begin(sequence, reference or [], group)
+    await until_begun(drafting, seq_id)
+    steps = await steps_of(host, sequence)
+    told: asyncio.Future[Mapping[str, Tally]] = asyncio.get_running_loop().create_future()
+    drafting.end(drafted, told.set_result, remember=True)
+    host.release(sequence)
+    tallies = await told
+    await host.async_engine.call(lambda engine: None)
+    return list(sequence.output_ids), steps, tallies
+
+
+async def test_a_proposal_is_ready_for_every_step_from_the_first(host: EngineHost) -> None:
+    drafting = Drafting(host.async_engine, 8)
+    plain, _, _ = await run(host, drafting, "plain", "one")
+    output, steps, tallies = await run(host, drafting, "predicted", "other", reference=plain)
+    assert output == plain
+    assert len(steps) < len(plain) / 4
+    # The first step computes the prompt; drafts are verified in decode rows.
+    assert all(step.offered for step in steps[1:-1])
+    assert tallies[PROMPT_LOOKUP].drafted == sum(step.drafted for step in steps)
+    assert tallies[PROMPT_LOOKUP].accepted == sum(step.accepted for step in steps)
+    assert not drafting._sequences
+
+
+async def test_outputs_are_remembered_for_their_group_alone(host: EngineHost) -> None:
+    drafting = Drafting(host.async_engine, 8)
+    first, steps, _ = await run(host, drafting, "a", "one")
+    output, others, tallies = await run(host, drafting, "b", "other")
+    assert output == first
+    assert len(others) == len(steps)
+    assert SUFFIX_TREE not in tallies or not tallies[SUFFIX_TREE].accepted
+    output, again, tallies = await run(host, drafting, "c", "one")
+    assert output == first
+    assert len(again) < len(steps) / 2
+    assert tallies[SUFFIX_TREE].accepted
+
+
+async def test_a_long_output_is_remembered_part_by_part(host: EngineHost) -> None:
+    drafting = Drafting(host.async_engine, 8)
+    parts: list[int] = []
+    add = drafting._outputs.add
+    drafting._outputs.add = (  # type: ignore[method-assign]
+        lambda group, tokens, prompt=(): (parts.append(len(tokens)), add(group, tokens, prompt))[1]
+    )
+    output, _, _ = await run(host, drafting, "long", "one", output=2 * REMEMBER_TOKENS + 10)
+    async with asyncio.timeout(10):
+        while sum(parts) < len(output):
+            await asyncio.sleep(0.001)
+    assert parts == [REMEMBER_TOKENS, REMEMBER_TOKENS, 10]
+
+
+async def test_a_proposer_that_fails_costs_the_drafts_alone(host: EngineHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafting = Drafting(host.async_engine, 8)
+    expected, _, _ = await run(host, drafting, "plain", "one")
+    guess = SequenceDrafts.guess
+    calls = 0
+
+    def fails(self: SequenceDrafts, max_tokens: int) -> Guess | None:
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            raise ValueError("broken")
+        return guess(self, max_tokens)
+
+    monkeypatch.setattr(SequenceDrafts, "guess", fails)
+    output, _, _ = await run(host, drafting, "broken", "other", reference=expected[:5])
+    assert output == expected
+    assert calls == 3
+    assert host.fault == ""
+
+
+async def test_a_sequence_that_ends_before_it_was_read_is_not_begun(host: EngineHost) -> None:
+    drafting = Drafting(host.async_engine, 8)
+    sequence = await sequence_of(host, "gone", [1, 2, 3], 10)
+    drafted = drafting.begin(sequence, [], "one")
+    told: asyncio.Future[Mapping[str, Tally]] = asyncio.get_running_loop().create_future()
+    drafting.end(drafted, told.set_result, remember=False)
+    host.release(sequence)
+    await told
+    async with asyncio.timeout(10):
+        while drafted.drafts.length < 3:
+            await asyncio.sleep(0.001)
+    await asyncio.get_running_loop().run_in_executor(None, lambda: None)  # whose end is told behind that of the reading
+    await host.async_engine.call(lambda engine: None)
+    assert not drafting._sequences

@@ -1,0 +1,265 @@
+"""What a drafter tells decode of one sequence, and when it lets the draft model work."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.draft.known import GapError, KnownSequence, Wish
+from shared.protocol.drafts import DRAFT_MODEL, DraftContext, Proposal
+from shared.protocol.jobs import SamplingParams
+from shared.speculation import PROMPT_LOOKUP, SUFFIX_TREE, RecentOutputs
+
+PARAMS = SamplingParams(max_tokens=100, seed=1)
+STRANGE = list(range(1000, 1020))
+"""A prompt in which no token stands twice: lookups have no idea."""
+
+
+def context(start: int, token_ids: list[int], wanted: int = 6) -> DraftContext:
+    if start:
+        return DraftContext("r", "t", start, token_ids, "inbox", wanted)
+    return DraftContext("r", "t", 0, token_ids, "inbox", wanted, num_prompt=len(token_ids), params=PARAMS, salt="s")
+
+
+def known(
+    prompt: list[int], wanted: int = 6, *, most: int = 16, with_model: bool = True, outputs: RecentOutputs | None = None
+) -> KnownSequence:
+    first = context(0, prompt, wanted)
+    made = KnownSequence(first, outputs or RecentOutputs(), most=most, with_model=with_model)
+    made.extend(first)
+    made.look_up()
+    return made
+
+
+def asked(sequence: KnownSequence) -> Wish:
+    """A wish that the model has heard of."""
+    wish = sequence.wish()
+    assert wish is not None
+    sequence.granted(wish)
+    return wish
+
+
+def grow(sequence: KnownSequence, token_ids: list[int], wanted: int = 6) -> None:
+    sequence.extend(context(len(sequence.token_ids), token_ids, wanted))
+    sequence.look_up()
+
+
+def told(proposal: Proposal | None) -> tuple[int, list[int], str] | None:
+    return (proposal.start, proposal.token_ids, proposal.proposer) if proposal is not None else None
+
+
+def test_each_of_the_models_tokens_is_told_once() -> None:
+    sequence = known(STRANGE)
+    assert sequence.proposal() is None
+    assert asked(sequence).ahead == 6
+    sequence.drafted(0, [1])
+    assert told(sequence.proposal()) == (20, [1], DRAFT_MODEL)
+    assert sequence.proposal() is None
+    sequence.drafted(1, [2])
+    assert told(sequence.proposal()) == (21, [2], DRAFT_MODEL)
+    grow(sequence, [1, 2])
+    assert sequence.proposal() is None
+    sequence.drafted(2, [3])
+    assert told(sequence.proposal()) == (22, [3], DRAFT_MODEL)
+
+
+def test_what_decode_made_no_use_of_is_told_again() -> None:
+    sequence = known(STRANGE)
+    asked(sequence)
+    sequence.drafted(0, [1])
+    sequence.drafted(1, [2])
+    sequence.drafted(2, [3])
+    assert told(sequence.proposal()) == (20, [1, 2, 3], DRAFT_MODEL)
+    grow(sequence, [1])
+    assert told(sequence.proposal()) == (21, [2, 3], DRAFT_MODEL)
+
+
+def test_what_follows_a_refuted_guess_is_not_told() -> None:
+    sequence = known(STRANGE)
+    asked(sequence)
+    sequence.drafted(0, [1])
+    grow(sequence, [7])
+    late = sequence.wish()
+    assert sequence.drafted(1, [2]) == 0  # it was computed behind the 1 that is wrong
+    assert sequence.proposal() is None
+    assert late is not None
+    sequence.granted(late)
+    assert sequence.drafted(1, [8]) == 1
+    assert told(sequence.proposal()) == (21, [8], DRAFT_MODEL)
+
+
+def test_a_wish_from_before_the_refutation_does_not_make_it_undone() -> None:
+    sequence = known(STRANGE)
+    first = sequence.wish()
+    assert first is not None
+    assert sequence.drafted(0, [1]) == 0  # of a sequence of this name that ended before
+    sequence.granted(first)
+    assert sequence.drafted(0, [1]) == 1
+    grow(sequence, [7])
+    sequence.granted(first)
+    assert sequence.drafted(1, [2]) == 0
+
+
+def test_late_guesses_count_only_as_far_as_they_reach_beyond() -> None:
+    sequence = known(STRANGE)
+    asked(sequence)
+    grow(sequence, [1, 2])
+    assert sequence.drafted(0, [1]) == 0
+    assert sequence.drafted(1, [2]) == 0
+    assert sequence.drafted(2, [3]) == 1
+    assert told(sequence.proposal()) == (22, [3], DRAFT_MODEL)
+
+
+def test_a_late_guess_that_is_wrong_refutes_what_follows() -> None:
+    sequence = known(STRANGE)
+    asked(sequence)
+    grow(sequence, [1, 2])
+    assert sequence.drafted(0, [1]) == 0
+    assert sequence.drafted(1, [9]) == 0
+    assert sequence.drafted(2, [3]) == 0
+    asked(sequence)
+    assert sequence.drafted(2, [4]) == 1
+
+
+def test_lookups_guess_where_text_repeats_and_the_model_rests() -> None:
+    rng = random.Random(3)
+    text = [rng.randrange(5000) for _ in range(200)]
+    sequence = known(text + text[:20])
+    at = 20
+    for _ in range(20):
+        grow(sequence, text[at : at + 3])
+        at += 3
+        proposal = told(sequence.proposal())
+        assert proposal is None or proposal[2] == PROMPT_LOOKUP
+    wish = sequence.wish()
+    assert wish is not None
+    assert wish.ahead == 0
+
+
+def test_a_lookup_that_has_proved_nothing_yet_does_not_stop_the_model() -> None:
+    sequence = known([*range(100), *range(40)])
+    assert told(sequence.proposal()) == (140, list(range(40, 46)), PROMPT_LOOKUP)
+    assert asked(sequence).ahead == 6
+    grow(sequence, [40, 41, 42])
+    assert asked(sequence).ahead == 0
+    grow(sequence, [7])
+    assert asked(sequence).ahead == 6
+
+
+def test_where_text_no_longer_repeats_the_model_is_asked_again() -> None:
+    rng = random.Random(3)
+    text = [rng.randrange(5000) for _ in range(200)]
+    sequence = known(text + text[:20])
+    for at in range(20, 80, 3):
+        grow(sequence, text[at : at + 3])
+    for token in range(5000, 5010):
+        grow(sequence, [token])
+    assert asked(sequence).ahead == 6
+
+
+def test_a_model_that_is_always_wrong_rests_until_that_is_long_ago() -> None:
+    sequence = known(STRANGE)
+    count = 0
+    for token in range(2000, 2200):
+        wish = asked(sequence)
+        if wish.ahead:
+            count += 1
+            sequence.drafted(len(sequence.token_ids) - 20, [1])
+        grow(sequence, [token])
+    assert 10 < count < 80
+
+
+def test_recent_outputs_of_the_tenant_are_proposed() -> None:
+    outputs = RecentOutputs()
+    answer = list(range(3000, 3040))
+    outputs.add("t\0s", answer, prompt=STRANGE)
+    sequence = known(STRANGE, outputs=outputs, with_model=False)
+    assert told(sequence.proposal()) == (20, answer[:6], SUFFIX_TREE)
+    assert sequence.wish() is None
+
+
+def test_nothing_is_looked_up_asked_or_told_where_decode_wants_nothing() -> None:
+    sequence = known([1, 2, 3, 4, 5, 1, 2, 3], wanted=0)
+    assert sequence.proposal() is None
+    assert asked(sequence).ahead == 0
+    grow(sequence, [4], wanted=2)
+    assert told(sequence.proposal()) == (9, [5, 1], PROMPT_LOOKUP)
+
+
+def test_nobody_is_further_ahead_than_allowed() -> None:
+    sequence = known([1, 2, 3, 4, 5, 1, 2, 3], wanted=6, most=2)
+    assert told(sequence.proposal()) == (8, [4, 5], PROMPT_LOOKUP)
+    assert known(STRANGE, most=2).wish().ahead == 2  # type: ignore[union-attr]
+
+
+def test_a_refused_sequence_is_left_to_the_lookups() -> None:
+    sequence = known([1, 2, 3, 4, 5, 1, 2, 3])
+    wish = sequence.wish()
+    assert wish is not None
+    sequence.refused(wish)
+    assert sequence.wish() is None
+    assert sequence.proposal() is not None
+
+
+def test_the_model_waits_until_the_whole_prompt_is_told() -> None:
+    first = DraftContext("r", "t", 0, STRANGE[:10], "inbox", 4, num_prompt=20, params=PARAMS, salt="s")
+    sequence = KnownSequence(first, RecentOutputs(), most=8, with_model=True)
+    sequence.extend(first)
+    assert sequence.wish() is None
+    grow(sequence, STRANGE[10:], wanted=4)
+    assert asked(sequence).confirmed == 20
+
+
+def test_contexts_may_overlap_but_leave_nothing_out_and_change_nothing() -> None:
+    sequence = known(STRANGE)
+    grow(sequence, [1, 2, 3])
+    sequence.extend(context(21, [2, 3, 4]))
+    assert sequence.token_ids == [*STRANGE, 1, 2, 3, 4]
+    for wrong in (context(25, [6]), context(22, [9]), context(22, [9, 4, 5])):
+        with pytest.raises(GapError):
+            sequence.extend(wrong)
+    sequence.extend(context(22, [3]))  # older than what is known, and right
+    assert sequence.token_ids == [*STRANGE, 1, 2, 3, 4]
+
+
+@given(st.lists(st.tuples(st.sampled_from("mdg"), st.integers(1, 4), st.booleans()), max_size=80))
+def test_decode_could_always_put_together_what_it_is_told(events: list[tuple[str, int, bool]]) -> None:
+    """Every message goes on from the sequence's end, or from what the same proposer said before of the same guess."""
+    rng = random.Random(1)
+    sequence = known(STRANGE)
+    truth = [rng.randrange(4) for _ in range(400)]
+    model: list[int] = list(STRANGE)
+    """What the model has, confirmed and guessed."""
+    pending: list[Wish] = []
+    guess: dict[str, list[int]] = {}
+    for kind, count, right in events:
+        end = len(sequence.token_ids)
+        if kind == "m":  # the model hears the newest wish
+            if pending:
+                wish = pending[-1]
+                if model[: wish.confirmed] != wish.tokens[: wish.confirmed]:
+                    model = wish.tokens[: wish.confirmed]
+                for earlier in pending:
+                    sequence.granted(earlier)
+                pending = []
+        elif kind == "d":
+            token = truth[len(model) - 20] if right else 5
+            model.append(token)
+            sequence.drafted(len(model) - 21, [token])
+        else:
+            new_ids = truth[end - 20 : end - 20 + count]
+            grow(sequence, new_ids)
+            guess = {name: ids[count:] if ids[:count] == new_ids[: len(ids)] else [] for name, ids in guess.items()}
+            wish = sequence.wish()
+            assert wish is not None
+            pending.append(wish)
+        proposal = sequence.proposal()
+        if proposal is not None:
+            assert proposal.token_ids
+            offset = proposal.start - len(sequence.token_ids)
+            had = guess.get(proposal.proposer, [])
+            assert 0 <= offset <= len(had)
+            guess[proposal.proposer] = had[:offset] + proposal.token_ids

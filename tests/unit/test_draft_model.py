@@ -1,0 +1,236 @@
+"""The draft model's side of drafting, on tiny models: coupled choices, going on, going back, room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.draft.draft_model import Drafter
+from services.draft.known import Wish
+from shared.engine import Engine
+from shared.engine.batch import SequenceRows
+from shared.protocol.jobs import SamplingParams
+from tests.unit.engine_harness import (
+    EOS,
+    begin,
+    byte_level_tokenizer,
+    drain,
+    greedy,
+    load,
+    outputs,
+    sampled,
+    tiny_model,
+)
+
+PROMPT = [(i * 37 + i * i) % 250 for i in range(45)]
+LENGTH = 60
+
+RULED: dict[str, Any] = {
+    "presence_penalty": 0.7,
+    "frequency_penalty": 0.4,
+    "repetition_penalty": 1.3,
+    "logit_bias": {3: 4.0, 17: -100.0, 40: 2.5},
+}
+
+PARAMS = {
+    "greedy": greedy(LENGTH),
+    "sampled": sampled(LENGTH, seed=5),
+    "top-k and min-p": sampled(LENGTH, seed=6, top_k=20, min_p=0.02, temperature=1.4),
+    "greedy with penalties and bias": greedy(LENGTH, **RULED),
+    "sampled with penalties and bias": sampled(LENGTH, seed=7, **RULED),
+    "with an end, not before 20 tokens": sampled(
+        LENGTH, seed=8, ignore_eos=False, min_tokens=20, logit_bias={byte_level_tokenizer().token_to_id(EOS): 9.0}
+    ),
+    "with stop strings and logprobs": sampled(LENGTH, seed=9, stop=["never said"], logprobs=2),
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def target(path: Path) -> Engine:
+    return load(path, max_draft_tokens=0)
+
+
+@pytest.fixture
+def engine(path: Path) -> Engine:
+    return load(path, max_draft_tokens=0)
+
+
+class Counting:
+    """Counts the tokens that an engine computes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._forward = engine._runner.forward
+        self.tokens = 0
+        engine._runner.forward = self._counted  # type: ignore[method-assign]
+
+    def _counted(self, rows: list[SequenceRows]) -> Any:
+        self.tokens += sum(len(row.token_ids) for row in rows)
+        return self._forward(rows)
+
+
+def answer(target: Engine, prompt: list[int], params: SamplingParams) -> list[int]:
+    begin(target, "target", prompt, params, speculate=False)
+    found = outputs(drain(target))["target"]
+    target.release("target")
+    return found
+
+
+def wish(
+    tokens: list[int], confirmed: int, ahead: int, params: SamplingParams, name: str = "a", **changes: Any
+) -> Wish:
+    return Wish(name, tokens, confirmed, ahead, **{"num_prompt": len(PROMPT), "params": params, "salt": "s"} | changes)
+
+
+def drafts(engine: Engine, name: str = "a") -> list[int]:
+    """Run until everybody is as far ahead as wanted; all that the sequence has then."""
+    drain(engine)
+    return list(engine._sequences[name].token_ids)
+
+
+@pytest.mark.parametrize("kind", PARAMS)
+def test_a_draft_by_the_same_model_is_always_right(target: Engine, engine: Engine, kind: str) -> None:
+    """Whatever shapes the target's choice shapes the draft's: then every difference is the model's own."""
+    params = PARAMS[kind]
+    tokens = PROMPT + answer(target, PROMPT, params)
+    if kind.startswith("with an end"):
+        assert 20 < len(tokens) - len(PROMPT) < LENGTH
+    drafter = Drafter(4)
+    confirmed = len(PROMPT)
+    while confirmed < len(tokens):
+        assert drafter.take(engine, [wish(tokens, confirmed, 7, params)]) == []
+        assert drafts(engine) == tokens[: confirmed + 7]
+        confirmed += 5
+
+
+def test_confirmed_guesses_are_not_computed_again(target: Engine, engine: Engine) -> None:
+    tokens = PROMPT + answer(target, PROMPT, greedy(LENGTH))
+    drafter, counting = Drafter(4), Counting(engine)
+    for confirmed in range(len(PROMPT), len(PROMPT) + 40, 3):
+        drafter.take(engine, [wish(tokens, confirmed, 6, greedy(LENGTH))])
+        assert drafts(engine) == tokens[: confirmed + 6]
+    assert counting.tokens == confirmed + 6 - 1  # each token but the last was fed once
+
+
+def test_a_refuted_guess_is_replaced_and_the_common_beginning_kept(target: Engine, engine: Engine) -> None:
+    params = sampled(LENGTH, seed=5)
+    said = answer(target, PROMPT, params)
+    other = (said[2] + 1) % 250
+    tokens = [*PROMPT, *said[:2], other]
+    goes_on = answer(target, tokens, params)  # noise goes by the position, so the prompt's length does not matter
+    drafter = Drafter(4)
+    drafter.take(engine, [wish(tokens, len(PROMPT), 8, params)])
+    assert drafts(engine) == [*PROMPT, *said[:8]]
+    counting = Counting(engine)
+    drafter.take(engine, [wish(tokens, len(tokens), 8, params)])
+    assert drafts(engine) == [*tokens, *goes_on[:8]]
+    assert counting.tokens == 8
+
+
+def test_a_sequence_overtaken_in_a_step_goes_on_from_what_is_confirmed(target: Engine, engine: Engine) -> None:
+    tokens = PROMPT + answer(target, PROMPT, greedy(LENGTH))
+    drafter = Drafter(4)
+    drafter.take(engine, [wish(tokens, len(PROMPT), 4, greedy(LENGTH))])
+    engine.step()  # one guess, while decode was told four tokens by others
+    drafter.take(engine, [wish(tokens, len(PROMPT) + 4, 4, greedy(LENGTH))])
+    assert drafts(engine) == tokens[: len(PROMPT) + 8]
+
+
+def test_nothing_is_drafted_beyond_an_end(target: Engine, engine: Engine) -> None:
+    params = PARAMS["with an end, not before 20 tokens"]
+    tokens = PROMPT + answer(target, PROMPT, params)
+    drafter = Drafter(4)
+    for confirmed in (len(tokens) - 3, len(tokens) - 1):
+        assert drafter.take(engine, [wish(tokens, confirmed, 16, params)]) == []
+        assert drafts(engine) == tokens
+
+
+def test_a_resting_sequence_keeps_what_it_has_and_computes_nothing(target: Engine, engine: Engine) -> None:
+    tokens = PROMPT + answer(target, PROMPT, greedy(LENGTH))
+    drafter = Drafter(4)
+    drafter.take(engine, [wish(tokens, len(PROMPT), 8, greedy(LENGTH))])
+    engine.step()
+    counting = Counting(engine)
+    drafter.take(engine, [wish(tokens, len(PROMPT) + 1, 0, greedy(LENGTH))])
+    assert not engine.has_work
+    drafter.take(engine, [wish(tokens, len(PROMPT) + 5, 3, greedy(LENGTH))])
+    assert drafts(engine) == tokens[: len(PROMPT) + 8]
+    assert counting.tokens == 7  # of 53 tokens the prompt's 45 were computed, and the last is not
+
+
+def test_a_sequence_that_begins_anew_is_another_one(target: Engine, engine: Engine) -> None:
+    drafter = Drafter(4)
+    drafter.take(engine, [wish(list(PROMPT), len(PROMPT), 4, greedy(LENGTH))])
+    drain(engine)
+    shorter = PROMPT[:20]
+    expected = shorter + answer(target, shorter, greedy(LENGTH))[:4]
+    drafter.take(engine, [wish(shorter, 20, 4, greedy(LENGTH), num_prompt=20)])
+    assert drafts(engine) == expected
+
+
+def test_what_exceeds_the_draft_model_is_refused_and_leaves_nothing(path: Path) -> None:
+    engine = load(path, max_draft_tokens=0)
+    drafter = Drafter(4)
+    long = [n % 250 for n in range(engine.context_length + 10)]
+    for refused in (
+        wish(long, len(long), 4, greedy(LENGTH), num_prompt=len(long)),
+        wish(long, engine.context_length, 4, greedy(4000)),
+        wish(list(PROMPT), len(PROMPT), 4, greedy(LENGTH, logit_bias={99_999: 1.0})),
+        wish([*PROMPT, byte_level_tokenizer().token_to_id(EOS)], len(PROMPT) + 1, 4, greedy(LENGTH, ignore_eos=False)),
+    ):
+        assert drafter.take(engine, [refused]) == [refused]
+        assert engine.pool.num_used == 0
+        assert not engine.has_work
+
+
+def test_a_growing_sequence_ends_where_the_draft_models_context_does(path: Path, target: Engine) -> None:
+    short = load(path, max_draft_tokens=0, kv_memory_bytes=100_000)
+    room = short.pool.num_blocks * short.config.block_tokens
+    assert len(PROMPT) < room < 400
+    tokens = PROMPT + answer(target, PROMPT, greedy(400))
+    drafter = Drafter(4)
+    drafter.take(short, [wish(tokens, room - 5, 8, greedy(400))])
+    assert drafts(short) == tokens[:room]
+    late = wish(tokens, room + 1, 8, greedy(400))
+    assert drafter.take(short, [late]) == [late]
+
+
+def test_blocks_come_from_those_not_asked_about_for_longest(path: Path, target: Engine) -> None:
+    small = load(path, max_draft_tokens=0, kv_memory_bytes=200_000, prefix_caching=False)
+    per_sequence = -(-(len(PROMPT) + 8) // small.config.block_tokens)
+    fit = small.pool.num_blocks // per_sequence
+    tokens = PROMPT + answer(target, PROMPT, greedy(LENGTH))
+    drafter = Drafter(100)
+    for number in range(2 * fit):
+        assert drafter.take(small, [wish(tokens, len(PROMPT), 8, greedy(LENGTH), name=f"s{number}")]) == []
+        assert drafts(small, f"s{number}") == tokens[: len(PROMPT) + 8]
+    assert list(small._sequences) == [f"s{number}" for number in range(fit, 2 * fit)]
+    assert drafter.take(small, [wish(tokens, len(PROMPT) + 2, 8, greedy(LENGTH), name="s0")]) == []
+    assert drafts(small, "s0") == tokens[: len(PROMPT) + 10]  # rebuilt from the tokens
+
+
+def test_no_more_sequences_than_allowed_are_kept(engine: Engine) -> None:
+    drafter = Drafter(2)
+    for number in range(5):
+        drafter.take(engine, [wish(list(PROMPT), len(PROMPT), 4, greedy(LENGTH), name=f"s{number}")])
+        drain(engine)
+    assert list(engine._sequences) == ["s3", "s4"]
+
+
+def test_one_batch_serves_all_that_are_behind(target: Engine, engine: Engine) -> None:
+    tokens = PROMPT + answer(target, PROMPT, greedy(LENGTH))
+    drafter = Drafter(8)
+    wishes = [wish(tokens, len(PROMPT) + n, 6, greedy(LENGTH), name=f"s{n}") for n in range(5)]
+    drafter.take(engine, wishes)
+    while any(sequence.num_pending > 1 for sequence in engine._sequences.values()):
+        engine.step()
+    assert len(engine.step()) > 1
+    drain(engine)
+    for n in range(5):
+        assert engine._sequences[f"s{n}"].token_ids == tokens[: len(PROMPT) + n + 6]
