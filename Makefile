@@ -10,7 +10,7 @@ export OPENBLAS_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test test-parity lint bench bench-engine bench-gpu bench-kv test-operations chaos soak simulate wheels compose-test clean
+.PHONY: help install up down test test-parity lint bench bench-engine bench-gpu bench-kv bench-spec test-operations chaos soak simulate wheels compose-test clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,10 @@ bench-gpu: $(INSTALLED) ## The CUDA path beside Transformers and the device's li
 bench-kv: $(INSTALLED) ## Speed of the KV plane beside a plain memory copy
 	@mkdir -p bench-results
 	$(BIN)/python -m loadgen.kv_bench --json bench-results/bench-kv.json
+
+bench-spec: $(INSTALLED) ## Tokens/s with speculation and without, ids compared, 40 minutes; SPEC_OPTIONS=--peers for Transformers
+	@mkdir -p bench-results
+	$(BIN)/python -m loadgen spec --json bench-results/bench-spec.json $(SPEC_OPTIONS)
 
 test-operations: $(INSTALLED) ## Restarts, drains and spares under load, overload, a dying store: the long tests
 	$(BIN)/pytest -m slow -s tests/e2e/test_e2e_rolling.py tests/e2e/test_e2e_overload.py tests/e2e/test_e2e_cancel.py \

@@ -1,4 +1,7 @@
-"""The command line, `python -m loadgen [run|bench|mix|overload]`: reads options, runs phases, writes the report."""
+"""The command line, `python -m loadgen [run|bench|mix|overload|spec]`: reads options, runs phases, writes the report.
+
+The options of `spec` stand beside what it runs.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,10 @@ from loadgen.report import RunReport, Slo, encode_report
 from loadgen.runner import MAX_REQUESTS
 from loadgen.scenarios import BenchPlan, MixPlan, OverloadPlan, Session, bench, mix, overload, poisson, warm_up
 from loadgen.scenarios import replay as replay_trace
+from loadgen.spec_bench.command import spec_command
 from loadgen.traces import TraceScale, read_trace
 
-COMMANDS: Final = ("run", "bench", "mix", "overload")
+COMMANDS: Final = ("run", "bench", "mix", "overload", "spec")
 DEFAULT_REQUESTS: Final = 32
 MAX_IN_FLIGHT: Final = 256
 API_KEY_VARIABLES: Final = ("HEADRACE_API_KEY", "OPENAI_API_KEY")
@@ -208,6 +212,9 @@ def overload_command(
             f"{flood.ttft_ms.p50:.0f} ms ({calm.ttft_ms.p50:.0f} ms); told to come later: {flood.refused}, after p50 "
             f"{flood.refusal_ms.p50:.0f} ms, p99 {flood.refusal_ms.p99:.0f} ms, at most {flood.refusal_ms.max:.0f} ms"
         )
+
+
+app.command("spec")(spec_command)
 
 
 def main() -> None:

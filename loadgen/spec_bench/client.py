@@ -1,0 +1,93 @@
+"""Requests of one side, streamed as any client streams them; their ids and counts come from the logs, off the clock."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from typing import Any, Final
+
+import httpx
+import msgspec
+from nats.aio.client import Client as Nats
+
+from loadgen.chaos.http_client import HttpClients
+from loadgen.chaos.observer import read_log
+from loadgen.chaos.reading import Reading
+from loadgen.chaos.verify import answer_of
+from loadgen.chaos.workload import Request
+from loadgen.spec_bench.errors import NotMeasured
+from loadgen.spec_bench.stack import Side, Target
+from loadgen.spec_bench.statistics import Arrival, arrivals
+from loadgen.spec_bench.workloads import Api, Script
+from shared.protocol.records import Ended, Tokens
+from shared.protocol.subjects import log_subject
+
+_OFF: Final = {"speculation": "off"}
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """One answer. `steps`: records behind the first token, so as many as the decode worker's steps or fewer."""
+
+    ids: list[int]
+    text: str
+    reason: str
+    arrivals: list[Arrival]
+    drafted: int
+    accepted: int
+    steps: int
+
+
+class Clients:
+    """Clients of one side, which say in each request whether it may speculate."""
+
+    def __init__(self, http: httpx.AsyncClient, nats: Nats, target: Target, side: Side, *, speculate: bool) -> None:
+        self._http = HttpClients(http, [target.url], target.model, side.key)
+        self._nats = nats
+        self._tenant = side.tenant
+        self._speculation = "auto" if speculate else "off"
+        self._label = f"spec-bench-{id(self)}-{self._speculation}"
+        self._numbers = itertools.count()
+
+    async def answers(self, scripts: Sequence[Script], told: Sequence[Sequence[str]]) -> list[Answered]:
+        """The next turn of all scripts at once; `told` has each one's answers so far. Raises NotMeasured.
+
+        Several prompts are computed and stored beforehand: else the last would only begin when the first has ended.
+        """
+        bodies = [script.body(answers) for script, answers in zip(scripts, told, strict=True)]
+        if len(bodies) > 1:
+            await asyncio.gather(*(self._send({**body, **_OFF, "max_tokens": 1}, "whole") for body in bodies))
+        readings = await asyncio.gather(
+            *(self._send({**body, "speculation": self._speculation}, "stream") for body in bodies)
+        )
+        return [await self._settle(reading) for reading in readings]
+
+    async def _send(self, body: dict[str, Any], kind: Any) -> Reading:
+        number = next(self._numbers)
+        api: Api = "chat" if "messages" in body else "completion"
+        request = Request(number, api, body, kind, gateway=0, prompt="short")
+        reading = Reading("client", kind)
+        send = self._http.stream if kind == "stream" else self._http.whole
+        await send(request, reading, f"{self._label}-{number}")
+        if not reading.done:
+            raise NotMeasured(f"request {reading.request_id or number} failed: {reading.error}")
+        if reading.reconnects:
+            raise NotMeasured(f"request {reading.request_id} was interrupted {reading.reconnects} times")
+        return reading
+
+    async def _settle(self, reading: Reading) -> Answered:
+        entries = await read_log(self._nats, log_subject(self._tenant, reading.request_id), 0)
+        try:
+            answer = answer_of(entries)
+        except ValueError as error:
+            raise NotMeasured(f"{reading.request_id}: {error}") from error
+        usage = next(entry.record.usage for entry in reversed(entries) if isinstance(entry.record, Ended))
+        return Answered(
+            ids=answer.ids,
+            text=answer.text,
+            reason=answer.reason,
+            arrivals=arrivals(reading.shown, entries),
+            drafted=usage.drafted_tokens,
+            accepted=usage.accepted_tokens,
+            steps=max(sum(isinstance(entry.record, Tokens) for entry in entries) - 1, 0),
+        )
