@@ -163,7 +163,7 @@ def speculation_line(rows: Iterable[Row]) -> str:
     drafted, steps = _total(told, "drafted"), _total(told, "steps")
     if not drafted:
         return ""
-    lengths = [length for details in told if isinstance(length := details.get("draft_length"), int | float)]
+    lengths = [length for details in told if isinstance(length := details.get("draft_length"), int | float)] or [0.0]
     names = sorted({name.removeprefix("drafted.") for details in told for name in details if "drafted." in name})
     shares = [f"{name} {_total(told, f'drafted.{name}') / drafted:.0%}" for name in names]
     return (

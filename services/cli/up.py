@@ -7,6 +7,7 @@ import json
 import os
 import time
 import uuid
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -20,7 +21,7 @@ from services.cli.settings import CliSettings
 from services.cli.spec import SERVERS, START_ORDER, StackSpec, stop_wait_s
 from services.cli.stack import Stack, clear_stale, launch
 from services.cli.startup_view import ModelProgress, StartupView
-from shared.models import ModelFiles, resolve_model
+from shared.models import ModelError, ModelFiles, resolve_model
 from shared.models.drafts import draft_of
 from shared.protocol.subjects import Stage
 
@@ -57,7 +58,7 @@ def make_spec(settings: CliSettings, counts: dict[Stage, int]) -> StackSpec:
     return StackSpec(
         stack_id=uuid.uuid4().hex,
         model=_absolute(settings.model),
-        draft_model=_absolute(draft_of(settings.model) if settings.draft_model == "auto" else settings.draft_model),
+        draft_model="auto" if settings.draft_model == "auto" else _absolute(settings.draft_model),
         nats_url=settings.nats_url or f"nats://127.0.0.1:{settings.nats_port}",
         redis_url=settings.redis_url or f"redis://127.0.0.1:{settings.redis_port}/0",
         servers=servers,
@@ -122,7 +123,12 @@ def _check(home: Home, spec: StackSpec, settings: CliSettings, console: Console)
     require_free(stack_ports(spec))
     require_disk(home.root)
     files = _model(spec.model, console)
-    draft = _model(spec.draft_model, console) if spec.draft_model else None
+    # Where `auto` finds nothing that can be used a drafter goes on with lookups.
+    shipped = spec.draft_model == "auto"
+    name = draft_of(spec.model) if shipped else spec.draft_model
+    draft = None
+    with suppress(ModelError) if shipped else nullcontext():
+        draft = _model(name, console) if name else None
     draft_bytes = _weights(draft) if draft else 0
     require_memory(
         memory_needed(

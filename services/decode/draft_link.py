@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,8 +42,8 @@ FIRST_WANTED = 2
 MAX_HEARD = MAX_PROPOSAL_TOKENS
 """Proposals for a sequence that are looked at between two of its steps."""
 
-MAX_RESENDS = 8
-"""How often one drafter may ask for a whole sequence."""
+RESEND_EVERY_S = 1.0
+"""How often a drafter may ask for a whole sequence."""
 
 SEND_TIMEOUT_S = 1.0
 
@@ -60,7 +62,7 @@ class Told:
     sent: int = 0
     told_wanted: int = 0
     heard: int = 0
-    resends: int = 0
+    resent_s: float = -math.inf
     trace_headers: dict[str, str] = field(default_factory=inject_headers)
 
 
@@ -124,11 +126,13 @@ class DraftLink:
 
     def _forget(self, told: Told) -> None:
         if told.sent:
-            request = told.request
-            context = DraftContext(request.request_id, request.tenant, 0, [], self._inbox, forget=True)
+            request, rest = told.request, told.token_ids[told.sent :][:MAX_CONTEXT_TOKENS]
+            # What it was not told of the output yet helps it with others of the tenant.
+            start = told.sent if rest else 0
+            context = DraftContext(request.request_id, request.tenant, start, rest, self._inbox, forget=True)
             self._leaving.append((told.drafter, context))
             self._wake.set()
-        told.drafter, told.sent, told.told_wanted, told.resends = "", 0, 0, 0
+        told.drafter, told.sent, told.told_wanted = "", 0, 0
 
     async def _tell(self, told: Told) -> None:
         """What is new to the drafter. Where nothing is wanted it is told once, and hears of the tokens later."""
@@ -143,10 +147,13 @@ class DraftLink:
         while True:
             context = self._context(told)
             headers = told.trace_headers if told.sent == 0 else None
-            if not await self._send(drafter, context, headers):
-                return
-            told.sent = context.start + len(context.token_ids)
+            # Before it is sent: meanwhile the sequence may leave, or the drafter ask for all of it.
+            told.sent = sent = context.start + len(context.token_ids)
             told.told_wanted = context.wanted
+            if not await self._send(drafter, context, headers):
+                if told.sent == sent:
+                    told.sent, told.told_wanted = context.start, 0
+                return
             if told.sent >= len(told.token_ids) or self._sequences.get(context.request_id) is not told:
                 return
 
@@ -169,7 +176,11 @@ class DraftLink:
 
     def _drafter_of(self, request_id: str) -> str | None:
         """Rendezvous hashing over the living drafters: a request stays with its drafter until that dies."""
-        live = [status.instance for status in self._bus.statuses.live("draft", self._model) if status.state == "ready"]
+        live = [
+            status.instance
+            for status in self._bus.statuses.live("draft", self._model)
+            if status.state == "ready" and status.details.get("speculation") != "off"
+        ]
         if not live:
             return None
         return max(live, key=lambda name: hashlib.blake2b(f"{name}/{request_id}".encode(), digest_size=8).digest())
@@ -201,8 +212,9 @@ class DraftLink:
             return
         told.heard += 1
         if proposal.resend:
-            if told.resends < MAX_RESENDS:
-                told.resends += 1
+            now = time.monotonic()
+            if now - told.resent_s >= RESEND_EVERY_S:
+                told.resent_s = now
                 told.sent = 0
                 self._note(proposal.request_id)
             return

@@ -147,8 +147,6 @@ class Drafting:
 
     def _follow(self, engine: Engine, drafted: Drafted, step: SequenceStep) -> None:
         drafts = drafted.drafts
-        if step.drafted:
-            drafts.report(step.proposer, step.drafted, step.accepted)
         drafts.extend(step.new_ids)
         # Guessing takes time too, and where nothing is wanted, as under load, it would be for nothing.
         if step.wanted and step.finish_reason is None:

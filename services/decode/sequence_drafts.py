@@ -21,8 +21,12 @@ class SequenceDrafts:
 
     def __init__(self, reference: Sequence[int], outputs: RecentOutputs, group: str) -> None:
         """`reference` is a text that the output is likely to repeat, `group` whose `outputs` may be looked at."""
-        self._given = bool(reference)
-        self._local: tuple[Proposer, ...] = (PromptLookup(reference), SuffixProposer(outputs, group))
+        self._reference = reference
+        self._outputs = outputs
+        self._group = group
+        self._local: tuple[Proposer, ...] = ()
+        self._untold: list[int] = []
+        """The newest tokens, which the proposers hear of when they are asked: under load nobody asks."""
         self._chooser = Chooser(0)
         self.asks_outside = True
         """Whether a guess from outside could be of use. Other threads may read it."""
@@ -38,27 +42,30 @@ class SequenceDrafts:
 
     def read(self, token_ids: Sequence[int], pause: Callable[[], None]) -> None:
         """All that is known of the sequence; takes milliseconds for a thousand tokens, with a `pause` now and then."""
+        self._local = (PromptLookup(self._reference), SuffixProposer(self._outputs, self._group))
         # With a reference it is read at once: only the end of the whole tells where the reference begins to be copied.
-        size = len(token_ids) if self._given else SLICE_TOKENS
+        size = len(token_ids) if self._reference else SLICE_TOKENS
         for start in range(0, len(token_ids), max(size, 1)):
             self.extend(token_ids[start : start + size])
+            self._tell()
             pause()
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        for proposer in self._local:
-            proposer.extend(token_ids)
+        self._untold += token_ids
         self._chooser.extend(token_ids)
+
+    def _tell(self) -> None:
+        for proposer in self._local:
+            proposer.extend(self._untold)
+        self._untold = []
 
     def offer(self, guess: Guess) -> None:
         """A guess from outside."""
         self._chooser.offer(guess)
 
-    def report(self, proposer: str, drafted: int, accepted: int) -> None:
-        """A step verified so many tokens of a guess."""
-        self._chooser.report(proposer, drafted, accepted)
-
     def guess(self, max_tokens: int) -> Guess | None:
         """Let the proposers of this process guess, and choose among all."""
+        self._tell()
         for proposer in self._local:
             found = proposer.propose(max_tokens)
             if found is not None:

@@ -217,7 +217,8 @@ class Engine:
     def rewind(self, sequence: Sequence, token_ids: list[int], *, pause_after: int | None = None) -> None:
         """Replace the sequence's tokens, keeping the KV of the common beginning, and start it again.
 
-        For drafting: back to the confirmed tokens, then on. Raises PromptTooLong, EngineError (fewer than the prompt).
+        For drafting: back to the confirmed tokens, then on. Raises PromptTooLong, EngineError (fewer than the prompt,
+        or ids that the model does not have).
         """
         self._check_known(sequence)
         if len(token_ids) < sequence.num_prompt:
@@ -225,6 +226,8 @@ class Engine:
         if len(token_ids) >= sequence.max_length:
             raise PromptTooLong(f"sequence {sequence.seq_id}: {len(token_ids)} tokens leave no room for another")
         common = _common_prefix(sequence.token_ids, token_ids)
+        if not all(0 <= token < self.vocab_size for token in token_ids[common:]):
+            raise EngineError(f"sequence {sequence.seq_id}: token ids must lie in 0 .. {self.vocab_size - 1}")
         self._scheduler.remove(sequence)
         if sequence.detokenizer is not None:
             sequence.detokenizer = self._detokenizer(token_ids[: sequence.num_prompt], sequence.params)

@@ -7,7 +7,7 @@ token is compared at most once per proposer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shared.speculation.proposer import Guess
 
@@ -38,25 +38,6 @@ class Tally:
     """Guesses that came."""
     late: int = 0
     """Guesses whose every token was decided already when they came."""
-    drafted: int = 0
-    """Tokens that were verified."""
-    accepted: int = 0
-    drafted_at: list[int] = field(default_factory=list)
-    """Verified tokens by place in the draft, from 0."""
-    accepted_at: list[int] = field(default_factory=list)
-
-    @property
-    def wasted(self) -> int:
-        return self.drafted - self.accepted
-
-    def count(self, drafted: int, accepted: int) -> None:
-        """Take the outcome of one step that verified `drafted` tokens of which the first `accepted` were right."""
-        self.drafted += drafted
-        self.accepted += accepted
-        for at, places in ((self.drafted_at, drafted), (self.accepted_at, accepted)):
-            at.extend([0] * (places - len(at)))
-            for place in range(places):
-                at[place] += 1
 
 
 class _Candidate:
@@ -185,12 +166,6 @@ class Chooser:
                 best = Guess(self._length, candidate.tokens[:max_tokens], chances, name)
                 most = expected
         return best
-
-    def report(self, proposer: str, drafted: int, accepted: int) -> None:
-        """A step verified `drafted` tokens of this proposer's guess, of which the first `accepted` were right."""
-        candidate = self._candidates.get(proposer)
-        if candidate is not None:
-            candidate.tally.count(drafted, accepted)
 
 
 def _plausible(probability: float) -> float:

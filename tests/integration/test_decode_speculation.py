@@ -19,6 +19,7 @@ from nats.aio.msg import Msg
 from services.decode.draft_link import DRAFT_SERVICE
 from services.decode.worker import DecodeWorker
 from shared.bus import Bus
+from shared.engine import SequenceStep
 from shared.engine.draft_policy import Candidate, DraftPolicy
 from shared.protocol.drafts import DRAFT_MODEL, DraftContext, Proposal, Proposals, decode_context, encode_draft
 from shared.protocol.jobs import GenerationRequest
@@ -133,6 +134,7 @@ class Drafter:
         self.contexts: list[DraftContext] = []
         self.known: dict[str, list[int]] = {}
         self.silent = False
+        self.sent = 0
         self.gaps: list[DraftContext] = []
         """Contexts that left something out, or told it twice."""
         self._bus = bus
@@ -164,6 +166,7 @@ class Drafter:
         if self.silent:
             return
         for proposal in self._guesses(context, known):
+            self.sent += 1
             await self._bus.client.publish(context.reply_to, encode_draft(Proposals([proposal])))
 
 
@@ -181,6 +184,48 @@ async def drafter(pipeline: Pipeline, guesses: Guesses) -> AsyncIterator[Drafter
 
         await eventually(seen)
         yield made
+
+
+class Paced:
+    """Lets a worker's engine begin a step only when the drafter has heard of all tokens and its guesses have arrived.
+
+    So what is verified does not depend on who is quicker.
+    """
+
+    def __init__(self, decode: Running, other: Drafter) -> None:
+        assert isinstance(decode.worker, DecodeWorker)
+        self._engine = decode.host.async_engine.engine
+        self._drafting = decode.worker.speculation._drafting
+        self._link = decode.worker.speculation._link
+        self._drafter = other
+        self._taken, self._sent_before = 0, other.sent
+        self._step, self._take = self._engine.step, self._link._take
+        self._engine.step = self._paced  # type: ignore[method-assign]
+        self._link._take = self._count  # type: ignore[method-assign]
+
+    def release(self) -> None:
+        self._engine.step = self._step  # type: ignore[method-assign]
+
+    def _count(self, proposal: Proposal) -> None:
+        self._taken += 1
+        self._take(proposal)
+
+    def _paced(self) -> list[SequenceStep]:
+        if all(map(self._is_told, self._engine.active_ids())) and not self._coming():
+            return self._step()
+        time.sleep(0.0005)
+        return []  # the engine's thread looks at what has arrived, and asks again
+
+    def _is_told(self, seq_id: str) -> bool:
+        told = self._link._sequences.get(seq_id)
+        if told is None or len(told.token_ids) > len(self._engine._sequences[seq_id].token_ids):
+            return True
+        known = self._drafter.known.get(seq_id, [])
+        is_whole = len(told.token_ids) == len(self._engine._sequences[seq_id].token_ids)
+        return is_whole and (not told.wanted or len(known) == len(told.token_ids))
+
+    def _coming(self) -> bool:
+        return self._taken < self._drafter.sent - self._sent_before or bool(self._drafting._offered)
 
 
 def lies(context: DraftContext, known: list[int]) -> list[Proposal]:
@@ -213,16 +258,31 @@ def nonsense(context: DraftContext, known: list[int]) -> list[Proposal]:
     ]
 
 
-@pytest.mark.parametrize("guesses", [lies, late, repeats, nonsense])
-async def test_no_drafter_changes_an_answer(pipeline: Pipeline, guesses: Guesses) -> None:
+@pytest.mark.parametrize(
+    ("guesses", "verified"),
+    [(lies, DRAFT_MODEL), (late, DRAFT_MODEL), (repeats, DRAFT_MODEL), (nonsense, DRAFT_SERVICE)],
+)
+async def test_no_drafter_changes_an_answer(pipeline: Pipeline, guesses: Guesses, verified: str) -> None:
     cases, expected = await plain_answers(pipeline)
     decode = await speculating(pipeline)
     async with drafter(pipeline, guesses) as other:
+        Paced(decode, other)
         assert await answers(pipeline, cases) == expected
         assert [context for context in other.contexts if context.start == 0 and context.params]
         assert not other.gaps
         assert await answers(pipeline, cases, speculation="off") == expected
         await decode.until_idle()
+    assert isinstance(decode.worker, DecodeWorker)
+    assert decode.worker.speculation.totals.drafted[verified] > 0
+
+
+async def test_the_policy_that_ships_changes_no_answer(pipeline: Pipeline) -> None:
+    cases, expected = await plain_answers(pipeline)
+    decode = await pipeline.decode(speculation="auto")
+    async with drafter(pipeline, repeats) as other:
+        Paced(decode, other)
+        for salt in ("one", "two", "three"):
+            assert await answers(pipeline, cases, salt=salt) == expected
     assert isinstance(decode.worker, DecodeWorker)
     assert decode.worker.speculation.totals.drafted.total() > 0
 
@@ -242,10 +302,12 @@ async def test_a_drafter_that_is_right_is_believed_and_one_that_dies_is_missed_b
     assert isinstance(decode.worker, DecodeWorker)
     totals = decode.worker.speculation.totals
     async with drafter(pipeline, knows) as other:
+        paced = Paced(decode, other)
         assert await answers(pipeline, cases, salt="first") == expected
         assert totals.accepted[DRAFT_MODEL] > 0
         other.silent = True
         assert await answers(pipeline, cases, salt="second") == expected
+        paced.release()
     assert await answers(pipeline, cases, salt="third") == expected
     await decode.until_idle()
 
@@ -326,7 +388,8 @@ async def test_a_prediction_is_looked_up(pipeline: Pipeline) -> None:
 async def test_what_became_of_drafts_is_counted(pipeline: Pipeline) -> None:
     decode = await speculating(pipeline)
     assert isinstance(decode.worker, DecodeWorker)
-    async with drafter(pipeline, repeats):
+    async with drafter(pipeline, repeats) as other:
+        Paced(decode, other)
         request = await pipeline.submit(prompt_of(1), params={"temperature": 0.0}, output=OUTPUT)
         state = await pipeline.until_ended(request)
         await decode.until_idle()
@@ -340,7 +403,11 @@ async def test_what_became_of_drafts_is_counted(pipeline: Pipeline) -> None:
     assert 0 < usage.accepted_tokens <= usage.drafted_tokens == counted("num_draft_tokens")
     assert counted("num_accepted_tokens") == usage.accepted_tokens
     assert counted("num_wasted_tokens") == usage.drafted_tokens - usage.accepted_tokens
-    assert decode.count("spec_decode_num_guesses", proposer=DRAFT_MODEL) > 0
+
+    async def told() -> bool:  # from the engine's thread, behind the end of the sequence
+        return decode.count("spec_decode_num_guesses", proposer=DRAFT_MODEL) > 0
+
+    await eventually(told)
     positions = [decode.count("spec_decode_num_draft_tokens_per_pos", position=str(at)) for at in range(16)]
     assert sum(positions) == usage.drafted_tokens
     assert 0 < decode.count("spec_decode_num_ready_sequence_steps") <= decode.count("spec_decode_num_sequence_steps")

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from nats.aio.msg import Msg
 
-from services.decode.draft_link import DRAFT_SERVICE, MAX_HEARD, MAX_RESENDS, DraftLink
+from services.decode.draft_link import DRAFT_SERVICE, MAX_HEARD, DraftLink
 from shared.bus import Bus
 from shared.protocol.drafts import (
     DRAFT_MODEL,
@@ -39,14 +39,15 @@ class Drafter:
         self.name = name
         self.contexts: list[DraftContext] = []
         self.state = "ready"
-        self._bus = bus
+        self.details: dict[str, float | str] = {}
+        self.bus = bus
         self._model = model
 
     async def open(self) -> None:
-        await self._bus.client.subscribe(draft_subject(self._model, self.name), cb=self._on_context)
+        await self.bus.client.subscribe(draft_subject(self._model, self.name), cb=self._on_context)
         await asyncio.sleep(0)
-        await self._bus.client.flush(2)
-        self._bus.announce(self._report)
+        await self.bus.client.flush(2)
+        self.bus.announce(self._report)
 
     def _report(self) -> InstanceStatus:
         now = time.time()
@@ -60,6 +61,7 @@ class Drafter:
             now,
             state=self.state,
             model=self._model,  # type: ignore[arg-type]
+            details=self.details,
         )
 
     async def _on_context(self, message: Msg) -> None:
@@ -67,10 +69,10 @@ class Drafter:
 
     async def drain(self) -> None:
         self.state = "draining"
-        await self._bus.announce_now()
+        await self.bus.announce_now()
 
     async def say(self, *proposals: Proposal) -> None:
-        await self._bus.client.publish(proposal_subject(WORKER), encode_draft(Proposals(list(proposals))))
+        await self.bus.client.publish(proposal_subject(WORKER), encode_draft(Proposals(list(proposals))))
 
     async def heard(self, count: int) -> list[DraftContext]:
         async def all_of_them() -> bool:
@@ -182,7 +184,7 @@ async def test_without_drafters_nothing_is_said_and_a_new_one_hears_all(parts: t
     stage.join()
     stage.link.grew("r1", [7], 2)
     drafters[0].state = "ready"
-    await drafters[0]._bus.announce_now()
+    await drafters[0].bus.announce_now()
     await stage.seen(drafters[0].name)
     stage.link.grew("r1", [8], 2)
     (told,) = await drafters[0].heard(1)
@@ -260,16 +262,56 @@ async def test_a_flood_of_guesses_is_bounded_between_two_steps(parts: tuple[Stag
     assert len(stage.guesses) == 2 * MAX_HEARD + 2
 
 
-@pytest.mark.parametrize("asked", [1, MAX_RESENDS + 5])
-async def test_a_drafter_may_ask_for_the_whole_but_not_for_ever(parts: tuple[Stage, list[Drafter]], asked: int) -> None:
+@pytest.mark.parametrize(("spacing_s", "answered"), [(0.0, 5), (3600.0, 1)])
+async def test_a_drafter_may_ask_for_the_whole_but_not_all_the_time(
+    parts: tuple[Stage, list[Drafter]], monkeypatch: pytest.MonkeyPatch, spacing_s: float, answered: int
+) -> None:
+    monkeypatch.setattr("services.decode.draft_link.RESEND_EVERY_S", spacing_s)
     stage, drafters = parts
     stage.join()
     drafter, _ = await chosen(drafters)
-    for number in range(asked):
+    for number in range(5):
         before = len(drafter.contexts)
         await drafter.say(Proposal("r1", 0, [], resend=True))
-        if number < MAX_RESENDS:
+        if number < answered:
             await drafter.heard(before + 1)
     stage.link.grew("r1", [7], 2)
-    contexts = await drafter.heard(2 + min(asked, MAX_RESENDS))
-    assert [c.start for c in contexts] == [0] * (1 + min(asked, MAX_RESENDS)) + [5]
+    contexts = await drafter.heard(2 + answered)
+    assert [c.start for c in contexts] == [0] * (1 + answered) + [5]
+
+
+async def test_what_was_not_told_yet_goes_with_the_farewell(parts: tuple[Stage, list[Drafter]]) -> None:
+    """So that the drafter remembers the whole output for others of the tenant."""
+    stage, drafters = parts
+    stage.join()
+    drafter, _ = await chosen(drafters)
+    stage.link.grew("r1", [7, 8], 0)
+    await drafter.heard(2)  # it is told once that nothing is wanted
+    stage.link.grew("r1", [9], 0)
+    stage.link.leave("r1")
+    last = (await drafter.heard(3))[2]
+    assert (last.forget, last.start, last.token_ids) == (True, 7, [9])
+
+
+async def test_a_drafter_with_speculation_off_is_told_nothing(parts: tuple[Stage, list[Drafter]]) -> None:
+    stage, drafters = parts
+    off: dict[str, float | str] = {"speculation": "off"}
+
+    async def announce(first: dict[str, float | str], second: dict[str, float | str]) -> None:
+        for drafter, details in zip(drafters, (first, second), strict=True):
+            drafter.details = details
+            await drafter.bus.announce_now()
+
+        async def known() -> bool:
+            told = {status.instance: status.details for status in stage.bus.statuses.live("draft", stage.model)}
+            return told == {drafter.name: drafter.details for drafter in drafters}
+
+        await eventually(known)
+
+    await announce(off, off)
+    stage.join()
+    await announce(off, {})
+    stage.link.grew("r1", [7], 2)
+    (context,) = await drafters[1].heard(1)
+    assert context.token_ids[-1] == 7  # and nobody was told before
+    assert not drafters[0].contexts

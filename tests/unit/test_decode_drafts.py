@@ -39,6 +39,7 @@ def test_a_sequence_read_in_slices_is_the_sequence_read_at_once(token_ids: list[
     if remembered:
         outputs.add("t", token_ids[::-1])
     whole = SequenceDrafts([], outputs, "t")
+    whole.read([], lambda: None)
     whole.extend(token_ids)
     sliced = read(token_ids, outputs=outputs)
     assert (sliced.length, sliced.guess(8)) == (whole.length, whole.guess(8))
@@ -119,6 +120,10 @@ async def until_begun(drafting: Drafting, seq_id: str) -> None:
             await asyncio.sleep(0.001)
 
 
+def accepted_of(proposer: str, steps: list[SequenceStep]) -> int:
+    return sum(step.accepted for step in steps if step.proposer == proposer)
+
+
 async def run(
     host: EngineHost, drafting: Drafting, seq_id: str, group: str, output: int = 30, reference: list[int] | None = None
 ) -> tuple[list[int], list[SequenceStep], Mapping[str, Tally]]:
@@ -143,8 +148,8 @@ async def test_a_proposal_is_ready_for_every_step_from_the_first(host: EngineHos
     assert len(steps) < len(plain) / 4
     # The first step computes the prompt; drafts are verified in decode rows.
     assert all(step.offered for step in steps[1:-1])
-    assert tallies[PROMPT_LOOKUP].drafted == sum(step.drafted for step in steps)
-    assert tallies[PROMPT_LOOKUP].accepted == sum(step.accepted for step in steps)
+    assert {step.proposer for step in steps if step.offered} == {PROMPT_LOOKUP}
+    assert tallies[PROMPT_LOOKUP].offered >= len(steps) - 2
     assert not drafting._sequences
 
 
@@ -154,11 +159,11 @@ async def test_outputs_are_remembered_for_their_group_alone(host: EngineHost) ->
     output, others, tallies = await run(host, drafting, "b", "other")
     assert output == first
     assert len(others) == len(steps)
-    assert SUFFIX_TREE not in tallies or not tallies[SUFFIX_TREE].accepted
-    output, again, tallies = await run(host, drafting, "c", "one")
+    assert not accepted_of(SUFFIX_TREE, others)
+    output, again, _ = await run(host, drafting, "c", "one")
     assert output == first
     assert len(again) < len(steps) / 2
-    assert tallies[SUFFIX_TREE].accepted
+    assert accepted_of(SUFFIX_TREE, again)
 
 
 async def test_a_long_output_is_remembered_part_by_part(host: EngineHost) -> None:

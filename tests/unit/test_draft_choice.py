@@ -27,6 +27,6 @@ def test_auto_is_the_draft_that_was_shipped_for_that_very_model(packed: Path) ->
 
 def test_a_stack_drafts_with_the_shipped_one_unless_told_otherwise(packed: Path) -> None:
     packed.touch()
-    assert make_spec(CliSettings(_env_file=None), {}).draft_model == "smollm2-135m-instruct-draft"
+    assert make_spec(CliSettings(_env_file=None), {}).draft_model == "auto"
     assert make_spec(CliSettings(draft_model="", _env_file=None), {}).draft_model == ""
     assert make_spec(CliSettings(draft_model="my/own", _env_file=None), {}).draft_model == "my/own"

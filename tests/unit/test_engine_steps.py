@@ -245,6 +245,19 @@ def test_a_stop_string_ends_the_output_within_an_accepted_run_and_is_not_shown(e
     assert stop not in byte_level_tokenizer().decode(sequence.output_ids[:-1])
 
 
+@pytest.mark.parametrize("unknown", [-1, 2**31 - 1])
+def test_rewinding_to_tokens_that_the_model_does_not_have_is_refused_and_harms_nothing(
+    engine: Engine, unknown: int
+) -> None:
+    sequence = begin(engine, "draft", PROMPT, sampled(60, seed=5), pause_after=4, text=False)
+    drain(engine)
+    before = list(sequence.token_ids)
+    with pytest.raises(EngineError, match="token ids must lie in"):
+        engine.rewind(sequence, [*PROMPT, unknown], pause_after=3)
+    assert sequence.token_ids == before
+    assert drain(engine) == []
+
+
 def test_rewinding_keeps_the_common_beginning_and_continues_from_the_new_tokens(engine: Engine) -> None:
     params = sampled(60, seed=5)
     sequence = begin(engine, "draft", PROMPT, params, pause_after=4, text=False)

@@ -132,7 +132,6 @@ def run(chooser: Chooser, chances: dict[str, float], tokens: int, rng: random.Ra
         assert best is not None
         chosen[best.proposer] += 1
         right = common_prefix(best.token_ids, output)
-        chooser.report(best.proposer, len(best.token_ids), right)
         chooser.extend(output[: right + 1])
     return chosen
 
@@ -309,19 +308,6 @@ def test_a_newer_guess_replaces_the_older_one_of_the_same_proposer() -> None:
     assert best.token_ids == (4,)
     chooser.offer(Guess(0, (), (), "a"))
     assert chooser.best(8) is None
-
-
-def test_outcomes_are_counted_by_proposer_and_place() -> None:
-    chooser = Chooser(0)
-    chooser.offer(Guess(0, (1, 2, 3), (), "a"))
-    chooser.report("a", 3, 1)
-    chooser.report("a", 2, 2)
-    chooser.report("a", 0, 0)
-    chooser.report("nobody", 4, 4)
-    tally = chooser.tallies["a"]
-    assert list(chooser.tallies) == ["a"]
-    assert (tally.drafted, tally.accepted, tally.wasted) == (5, 3, 2)
-    assert (tally.drafted_at, tally.accepted_at) == ([2, 2, 1], [2, 1])
 
 
 def test_proposers_and_guesses_are_bounded() -> None:
