@@ -128,6 +128,10 @@ class Drafter:
                 log.info("draft_left_out", request_id=wish.request_id, reason=str(error))
                 self.forget(engine, wish.request_id)
                 refused.append(wish)
+            except Exception as error:  # the others' wishes are none the worse
+                log.error("draft_failed", request_id=wish.request_id, error=repr(error), exc_info=True)
+                self.forget(engine, wish.request_id)
+                refused.append(wish)
         self._make_room(engine)
         return refused
 

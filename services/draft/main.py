@@ -38,7 +38,13 @@ async def serve(settings: DraftSettings, stop: asyncio.Event) -> None:
         target = await asyncio.to_thread(resolve_model, settings.model)
         draft_model = await _load_draft_model(settings, target, metrics.engine)
         service = DraftService(bus, settings, target.name, metrics, draft_model)
-        reporter.ready_without_engine(target.name, lambda: len(service), lambda: service.last_error)
+        reporter.ready_without_engine(
+            target.name,
+            lambda: len(service),
+            lambda: (service.last_error, service.last_error_unix_s),
+            # Decode asks those only that would answer.
+            lambda: {"speculation": "off"} if settings.speculation == "off" else {},
+        )
         async with asyncio.TaskGroup() as tasks:
             beside = [
                 tasks.create_task(LoopLagMonitor(metrics.process.event_loop_lag).run()),

@@ -1,14 +1,16 @@
 """Talks with the decode workers of one model: takes contexts, and sends what is guessed, a message a turn to each.
 
-Of the contexts of one sequence only the newest is worked on. What to guess and to tell is decided in `known`.
+Of the contexts of one sequence only the newest is worked on. What to guess and to tell is decided in `known`. Nothing
+holds up the event loop for long: what is long is read, and remembered, part by part.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -18,7 +20,7 @@ import structlog
 from nats.aio.msg import Msg
 from opentelemetry.context import Context
 
-from services.draft.known import GapError, KnownSequence, Wish
+from services.draft.known import READ_TOKENS, GapError, KnownSequence, Wish
 from services.draft.settings import DraftSettings
 from shared.bus import Bus
 from shared.protocol.drafts import (
@@ -29,7 +31,7 @@ from shared.protocol.drafts import (
     decode_context,
     encode_draft,
 )
-from shared.protocol.subjects import draft_subject
+from shared.protocol.subjects import decode_token, draft_subject, proposal_subject
 from shared.speculation import RecentOutputs
 from shared.telemetry import attributes as attr
 from shared.telemetry import extract_context, record_span
@@ -39,6 +41,17 @@ CHECK_S = 5.0
 """How often silent sequences are looked for."""
 
 SEND_TIMEOUT_S = 1.0
+
+REMEMBER_TOKENS = 256
+"""Of an output that ended so many are taken in in one turn."""
+
+CONTEXT_TOKENS = 64
+"""What stands before them goes with them, to be recognized by."""
+
+MOST_ERROR_CHARACTERS = 200
+
+MOST_ENDED = 256
+"""Outputs that wait to be remembered; where more end at once the oldest are left out."""
 
 log = structlog.get_logger(__name__)
 
@@ -77,6 +90,15 @@ class _Served:
     proposed: int = 0
 
 
+class _Ended(NamedTuple):
+    """A sequence whose output is to be remembered from `start` on."""
+
+    request_id: str
+    group: str
+    token_ids: list[int]
+    start: int
+
+
 class DraftService:
     """Owner of the sequences that decode workers have told about; bounded, least recently used forgotten first.
 
@@ -95,6 +117,7 @@ class DraftService:
         self._served: OrderedDict[str, _Served] = OrderedDict()
         self._num_tokens = 0
         """In all sequences together."""
+        self._ended: deque[_Ended] = deque(maxlen=MOST_ENDED)
         self._asked: OrderedDict[str, None] = OrderedDict()
         """Sequences with a context that was not looked at yet, the newest last."""
         self._guessed: dict[str, None] = {}
@@ -103,6 +126,7 @@ class DraftService:
         """Contexts that continue nothing known here."""
         self._wake = asyncio.Event()
         self.last_error = ""
+        self.last_error_unix_s = 0.0
         if draft_model is not None:
             draft_model.listen(self._on_drafted)
 
@@ -135,17 +159,34 @@ class DraftService:
         except msgspec.DecodeError as error:
             log.warning("context_unreadable", error=str(error))
             return
-        self._metrics.contexts.inc()
-        if context.forget:
-            self._forget(context.request_id)
+        if not _is_proposal_subject(context.reply_to):  # else a drafter would publish wherever it is told to
+            log.warning("context_asks_to_reply_elsewhere", request_id=context.request_id, reply_to=context.reply_to)
             return
+        self._metrics.contexts.inc()
+        with self._harmless(context.request_id):
+            if context.forget:
+                self._end(context)
+            else:
+                self._take_or_ask(context, message)
+        self._wake.set()
+
+    def _end(self, context: DraftContext) -> None:
+        """Decode has said its last about a sequence: tokens, maybe, that it had not told."""
+        served = self._served.get(context.request_id)
+        if served is not None and context.token_ids:
+            try:
+                self._extend(served, context)
+            except GapError as error:
+                log.debug("last_tokens_left_out", request_id=context.request_id, reason=str(error))
+        self._forget(context.request_id)
+
+    def _take_or_ask(self, context: DraftContext, message: Msg) -> None:
         try:
             self._take(context, message)
         except GapError as error:
             log.debug("context_continues_nothing", request_id=context.request_id, reason=str(error))
             self._forget(context.request_id)
             self._unknown[context.request_id] = context
-        self._wake.set()
 
     def _take(self, context: DraftContext, message: Msg) -> None:
         """Raises GapError."""
@@ -160,9 +201,7 @@ class DraftService:
             self._served[context.request_id] = served
         elif served is None:
             raise GapError("nothing known, and the context is no beginning")
-        before = len(served.known.token_ids)
-        served.known.extend(context)
-        self._num_tokens += len(served.known.token_ids) - before
+        self._extend(served, context)
         self._served.move_to_end(context.request_id)
         served.heard_s = served.asked_s = time.monotonic()
         if context.request_id in self._asked:
@@ -170,6 +209,14 @@ class DraftService:
         self._asked[context.request_id] = None
         self._asked.move_to_end(context.request_id)
         self._make_room()
+
+    def _extend(self, served: _Served, context: DraftContext) -> None:
+        """Raises GapError."""
+        before = len(served.known.token_ids)
+        try:
+            served.known.extend(context)
+        finally:
+            self._num_tokens += len(served.known.token_ids) - before
 
     def _on_drafted(self, drafted: list[Drafted]) -> None:
         for request_id, first_index, token_ids in drafted:
@@ -195,35 +242,63 @@ class DraftService:
     async def _turn(self) -> None:
         """Look at what has come, tell the model, and say what there is to say: one message to each decode worker."""
         outgoing: dict[str, list[Proposal]] = {}
-        wishes: list[Wish] = []
         asked, self._asked = self._asked, OrderedDict()
         guessed, self._guessed = self._guessed, {}
         unknown, self._unknown = self._unknown, {}
+        self._remember_part()  # first, as the next question may be the same
         for request_id, context in unknown.items():
             if context.wanted and request_id not in self._served:
                 self._metrics.resends.inc()
                 outgoing.setdefault(context.reply_to, []).append(Proposal(request_id, 0, [], resend=True))
-        for request_id in reversed(asked):
-            served = self._served.get(request_id)
-            if served is not None:
-                served.known.look_up()
-                if (wish := served.known.wish()) is not None:
-                    wishes.append(wish)
-                    self._metrics.model_rests.inc(served.known.wanted > 0 and not wish.ahead)
-        if wishes and self._draft_model is not None:
-            told = wishes
-            self._draft_model.tell(told, lambda refused: self._on_granted(told, refused))
+        self._tell_model(await self._look_up(asked))
         for request_id in {**asked, **guessed}:
-            served = self._served.get(request_id)
-            proposal = served.known.proposal() if served is not None else None
-            if served is not None and proposal is not None:
-                self._count(served, proposal)
-                outgoing.setdefault(served.known.reply_to, []).append(proposal)
+            with self._harmless(request_id):
+                served = self._served.get(request_id)
+                proposal = served.known.proposal() if served is not None else None
+                if served is not None and proposal is not None:
+                    self._count(served, proposal)
+                    outgoing.setdefault(served.known.reply_to, []).append(proposal)
         for reply_to, proposals in outgoing.items():
             for first in range(0, len(proposals), MAX_PROPOSALS):
                 await self._send(reply_to, Proposals(proposals[first : first + MAX_PROPOSALS]))
         self._forget_silent()
         self._metrics.sequences.set(len(self._served))
+
+    async def _look_up(self, asked: OrderedDict[str, None]) -> list[tuple[_Served, Wish]]:
+        """Let each read on, and those guess that have read all; the others' turn comes again, so that nobody waits for
+        a long text of another's. Returns what to ask of the model."""
+        wishes: list[tuple[_Served, Wish]] = []
+        num_read = 0
+        for request_id in reversed(asked):
+            if num_read >= READ_TOKENS:  # other contexts come in meanwhile, and sequences may go or begin anew
+                await asyncio.sleep(0)
+                num_read = 0
+            with self._harmless(request_id):
+                served = self._served.get(request_id)
+                if served is None:
+                    continue
+                num_read += served.known.read_on()
+                if not served.known.all_read:
+                    self._ask_again(request_id)
+                    continue
+                served.known.look_up()
+                if (wish := served.known.wish()) is not None:
+                    wishes.append((served, wish))
+                    self._metrics.model_rests.inc(served.known.wanted > 0 and not wish.ahead)
+        return wishes
+
+    def _ask_again(self, request_id: str) -> None:
+        """In the next turn, as one of the older contexts."""
+        if request_id not in self._asked:
+            self._asked[request_id] = None
+            self._asked.move_to_end(request_id, last=False)
+        self._wake.set()
+
+    def _tell_model(self, wishes: list[tuple[_Served, Wish]]) -> None:
+        """Of those that are still served: the model would work for nobody."""
+        told = [wish for served, wish in wishes if self._served.get(wish.request_id) is served]
+        if told and self._draft_model is not None:
+            self._draft_model.tell(told, lambda refused: self._on_granted(told, refused))
 
     def _count(self, served: _Served, proposal: Proposal) -> None:
         self._metrics.proposed_tokens.labels(proposal.proposer).inc(len(proposal.token_ids))
@@ -240,6 +315,24 @@ class DraftService:
                 await self._bus.client.publish(reply_to, encode_draft(proposals))
         except (nats.errors.Error, TimeoutError) as error:
             log.warning("proposals_not_sent", reply_to=reply_to, error=repr(error))
+            self._note_error(f"proposals not sent: {error!r}")
+
+    # What fails
+
+    @contextmanager
+    def _harmless(self, request_id: str) -> Iterator[None]:
+        """Where drafting for a sequence fails it goes on without drafts, and the others with them."""
+        try:
+            yield
+        except Exception as error:
+            log.error("drafting_failed", request_id=request_id, error=repr(error), exc_info=True)
+            self._note_error(f"drafting failed: {error!r}")
+            self._drop(request_id)
+            if self._draft_model is not None:
+                self._draft_model.forget(request_id)
+
+    def _note_error(self, text: str) -> None:
+        self.last_error, self.last_error_unix_s = text[:MOST_ERROR_CHARACTERS], time.time()
 
     # What is forgotten
 
@@ -260,7 +353,9 @@ class DraftService:
         if served is None:
             return
         known = served.known
-        self._outputs.add(known.group, known.token_ids[known.num_prompt :], known.token_ids[: known.num_prompt])
+        first = max(known.num_prompt - CONTEXT_TOKENS, 0)
+        self._ended.append(_Ended(request_id, known.group, known.token_ids[first:], known.num_prompt - first))
+        self._wake.set()
         if served.proposed:
             record_span(
                 "draft",
@@ -272,8 +367,29 @@ class DraftService:
         if self._draft_model is not None:
             self._draft_model.forget(request_id)
 
+    def _remember_part(self) -> None:
+        """Of one output; the next part in the next turn."""
+        if not self._ended:
+            return
+        request_id, group, token_ids, start = self._ended.popleft()
+        stop = start + REMEMBER_TOKENS
+        with self._harmless(request_id):
+            self._outputs.add(group, token_ids[start:stop], token_ids[max(start - CONTEXT_TOKENS, 0) : start])
+            if stop < len(token_ids):
+                self._ended.appendleft(_Ended(request_id, group, token_ids, stop))
+        if self._ended:
+            self._wake.set()
+
     def _drop(self, request_id: str) -> _Served | None:
         served = self._served.pop(request_id, None)
         if served is not None:
             self._num_tokens -= len(served.known.token_ids)
         return served
+
+
+def _is_proposal_subject(subject: str) -> bool:
+    """Whether this is how a decode worker's subject is called, with nothing in it that NATS could misread."""
+    try:
+        return subject == proposal_subject(decode_token(subject.rpartition(".")[2]))
+    except ValueError:
+        return False

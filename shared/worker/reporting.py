@@ -52,10 +52,16 @@ class Reporter:
         self._running = lambda: len(holdings)
         self._state = "ready"
 
-    def ready_without_engine(self, model: str, running: Callable[[], int], last_error: Callable[[], str]) -> None:
+    def ready_without_engine(
+        self,
+        model: str,
+        running: Callable[[], int],
+        last_error: Callable[[], tuple[str, float]],
+        details: Callable[[], dict[str, float | str]] = dict,
+    ) -> None:
         """A service whose work needs no engine of its own serves from now on."""
         self._model, self._running = model, running
-        self._last_error = lambda: (last_error(), 0.0)
+        self._last_error, self._details = last_error, details
         self._state = "ready"
 
     def draining(self) -> None:

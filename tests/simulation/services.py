@@ -179,6 +179,9 @@ class SimPrompter:
     async def token_ids(self, call: GenerationCall) -> list[list[int]]:
         return [prompt.ids for prompt in call.prompts if isinstance(prompt, TokenIds)]
 
+    async def prediction_ids(self, call: GenerationCall) -> list[int]:
+        return []
+
     def output_limit(self, call: GenerationCall, prompt_tokens: int, chat_default: int, prompt: int = 0) -> int:
         return call.max_tokens or chat_default
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.draft.known import GapError, KnownSequence, Wish
+from services.draft.known import READ_TOKENS, GapError, KnownSequence, Wish
 from shared.protocol.drafts import DRAFT_MODEL, DraftContext, Proposal
 from shared.protocol.jobs import SamplingParams
 from shared.speculation import PROMPT_LOOKUP, SUFFIX_TREE, RecentOutputs
@@ -30,8 +30,14 @@ def known(
     first = context(0, prompt, wanted)
     made = KnownSequence(first, outputs or RecentOutputs(), most=most, with_model=with_model)
     made.extend(first)
-    made.look_up()
+    look_up(made)
     return made
+
+
+def look_up(sequence: KnownSequence) -> None:
+    while not sequence.all_read:
+        sequence.read_on()
+    sequence.look_up()
 
 
 def asked(sequence: KnownSequence) -> Wish:
@@ -44,11 +50,21 @@ def asked(sequence: KnownSequence) -> Wish:
 
 def grow(sequence: KnownSequence, token_ids: list[int], wanted: int = 6) -> None:
     sequence.extend(context(len(sequence.token_ids), token_ids, wanted))
-    sequence.look_up()
+    look_up(sequence)
 
 
 def told(proposal: Proposal | None) -> tuple[int, list[int], str] | None:
     return (proposal.start, proposal.token_ids, proposal.proposer) if proposal is not None else None
+
+
+def test_what_came_is_read_in_parts() -> None:
+    first = context(0, list(range(2 * READ_TOKENS + 5)))
+    sequence = KnownSequence(first, RecentOutputs(), most=16, with_model=False)
+    sequence.extend(first)
+    assert [sequence.read_on() for _ in range(4)] == [READ_TOKENS, READ_TOKENS, 5, 0]
+    assert sequence.all_read
+    grow(sequence, [100, 101, 102])
+    assert told(sequence.proposal()) == (2 * READ_TOKENS + 8, list(range(103, 109)), PROMPT_LOOKUP)
 
 
 def test_each_of_the_models_tokens_is_told_once() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from services.draft.draft_model import Drafter
 from services.draft.known import Wish
-from shared.engine import Engine
+from shared.engine import Engine, Sequence
 from shared.engine.batch import SequenceRows
 from shared.protocol.jobs import SamplingParams
 from tests.unit.engine_harness import (
@@ -187,6 +187,22 @@ def test_what_exceeds_the_draft_model_is_refused_and_leaves_nothing(path: Path) 
         assert drafter.take(engine, [refused]) == [refused]
         assert engine.pool.num_used == 0
         assert not engine.has_work
+
+
+def test_a_wish_that_fails_is_refused_and_the_others_are_taken(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = engine.start
+
+    def failing(sequence: Sequence, **changes: Any) -> None:
+        if sequence.seq_id == "bad":
+            raise IndexError("no such thing")
+        start(sequence, **changes)
+
+    monkeypatch.setattr(engine, "start", failing)
+    wishes = [wish(list(PROMPT), len(PROMPT), 4, greedy(LENGTH), name=name) for name in ("first", "bad", "last")]
+    drafter = Drafter(4)
+    assert drafter.take(engine, wishes) == [wishes[1]]
+    assert list(engine._sequences) == ["first", "last"]
+    assert len(drafts(engine, "last")) == len(PROMPT) + 4
 
 
 def test_a_growing_sequence_ends_where_the_draft_models_context_does(path: Path, target: Engine) -> None:
