@@ -202,3 +202,6 @@ MUTANTS: tuple[Mutant, ...] = (
     readers_never_ask_after_silence,
     forgets_requests_without_work,
 )
+
+THEMES_OF_RARE: dict[Mutant, str] = {hands_back_what_is_anothers: "drains"}
+"""Runs of which theme to look at for a mutant that does harm in one of hundreds only."""
