@@ -156,7 +156,7 @@ async def test_a_proposal_is_ready_for_every_step_from_the_first(host: EngineHos
 async def test_outputs_are_remembered_for_their_group_alone(host: EngineHost) -> None:
     drafting = Drafting(host.async_engine, 8)
     first, steps, _ = await run(host, drafting, "a", "one")
-    output, others, tallies = await run(host, drafting, "b", "other")
+    output, others, _ = await run(host, drafting, "b", "other")
     assert output == first
     assert len(others) == len(steps)
     assert not accepted_of(SUFFIX_TREE, others)
