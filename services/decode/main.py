@@ -31,6 +31,8 @@ async def serve(settings: DecodeSettings, stop: asyncio.Event) -> None:
         bus.announce(reporter.report)
         sizes = BatchSizes(settings.decode_slots, settings.decode_batch_tokens, settings.draft_rows)
         host = await EngineHost.load(settings, settings.model, sizes, metrics.engine)
+        if settings.speculation == "auto":
+            await asyncio.to_thread(host.async_engine.engine.measure_costs)
         async with open_kv(bus, settings, "decode", settings.transport, metrics.kv) as kv, asyncio.TaskGroup() as tasks:
             beside = [
                 tasks.create_task(LoopLagMonitor(metrics.process.event_loop_lag).run()),

@@ -267,6 +267,10 @@ class DraftPolicy:
                 return hoped
         return lengths
 
+    def forget_outcomes(self) -> None:
+        """Of all proposers; what steps cost is still known."""
+        self._records.clear()
+
     def judge(self, acceptance: Acceptance, proposer: str, offered: Sequence[int], new_ids: Sequence[int]) -> None:
         """Compare what was offered with the tokens that came, whether it was verified or not."""
         judged = list(zip(offered[: self._max_drafts], new_ids, strict=False))

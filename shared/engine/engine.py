@@ -30,6 +30,12 @@ from shared.protocol.blocks import KVLayout
 from shared.protocol.jobs import SamplingParams
 from shared.protocol.records import TokenLogprobs
 
+MEASURED_DRAFTS = (0, 1, 2, 3, 4, 5, 7, 11, 16)
+"""Numbers of drafted rows whose steps are measured before an engine serves."""
+
+STEPS_MEASURED = 4
+"""Steps of each; the first, in which kernels may be compiled, does not count."""
+
 _PROMPT_TAIL = 8
 """Ids of the prompt that the detokenizer sees as context of the first output token."""
 
@@ -284,6 +290,31 @@ class Engine:
     def prefix_hits(self) -> int:
         """Tokens so far whose KV came from the prefix cache instead of being computed, preempted sequences left out."""
         return self._scheduler.prefix_hits
+
+    def measure_costs(self) -> None:
+        """Run steps with several numbers of drafted rows, so that the draft policy begins with measured costs.
+
+        Without them a draft seems dearer than it is where rows cost next to nothing, and is never tried. Takes some
+        forty steps; before any other sequence is there. Does nothing without a policy, or where there is no room.
+        """
+        if self._draft_policy is None:
+            return
+        counts = [n for n in MEASURED_DRAFTS if n <= self.config.max_draft_tokens]
+        room = STEPS_MEASURED * sum(1 + n for n in counts)  # tokens, should all drafts be accepted
+        if room >= min(self.context_length, self.pool.num_blocks * self.config.block_tokens):
+            return
+        params = SamplingParams(max_tokens=room, seed=0, temperature=0.0, ignore_eos=True)
+        sequence = self.new_sequence("costs", [0], 1, params, text=False, salt="\0costs")
+        try:
+            with self._scheduler.verifying_all():
+                self.start(sequence)
+                for count in counts * STEPS_MEASURED:
+                    if count:
+                        self.propose("costs", len(sequence.token_ids), [0] * count)
+                    self.step()
+        finally:
+            self.release("costs")
+            self._draft_policy.forget_outcomes()
 
     def active_ids(self) -> list[str]:
         """Sequences that were started and have not ended."""

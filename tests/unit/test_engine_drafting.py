@@ -299,3 +299,43 @@ def test_tokens_and_logprobs_do_not_depend_on_what_the_policy_measured(model_pat
         mine = [step for step in steps if step.seq_id == "s"]
         assert outputs(mine)["s"] == expected
         assert [p for step in mine for p in step.logprobs] == [p for step in reference for p in step.logprobs]
+
+
+# What steps cost, measured before there is work
+
+
+def free(rows: int) -> float:
+    """Up to five rows cost as much as one."""
+    return 0.02 + 0.002 * max(rows - 5, 0)
+
+
+def test_unlikely_drafts_are_verified_where_rows_were_measured_to_cost_nothing(model_path: Path) -> None:
+    drafted = {}
+    for measured in (False, True):
+        engine, policy = adaptive(model_path, free, max_draft_tokens=16)
+        if measured:
+            engine.measure_costs()
+            assert policy.cost.expected()[1:7] == pytest.approx([free(rows) for rows in range(1, 7)])
+        params = sampled(120, seed=3)
+        expected = expected_ids(engine, params)
+        sequence = begin(engine, "s", PROMPT, params)
+        drafted[measured] = 0
+        while sequence.finish_reason is None:
+            place = len(sequence.output_ids)
+            if place % 20:  # nineteen of twenty are wrong
+                engine.propose("s", len(sequence.token_ids), [0, 0, 0, 0], "poor")
+            elif place:
+                engine.propose("s", len(sequence.token_ids), expected[place : place + 1], "poor")
+            drafted[measured] += sum(step.drafted for step in engine.step())
+        assert list(sequence.output_ids) == expected
+        engine.release("s")
+        assert engine.pool.num_used == 0
+    assert drafted[True] > 2 * drafted[False]
+
+
+def test_where_the_cache_is_too_small_nothing_is_measured(model_path: Path) -> None:
+    engine, policy = adaptive(model_path, free, max_draft_tokens=16, kv_memory_bytes=1 << 14)
+    before = policy.cost.expected().tolist()
+    engine.measure_costs()
+    assert policy.cost.expected().tolist() == before
+    assert engine.pool.num_used == 0
