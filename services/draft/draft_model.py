@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import msgspec
 import structlog
+import torch
 
 from services.draft.known import Wish
 from services.draft.service import Drafted
@@ -43,8 +44,9 @@ class DraftModel:
     async def load(cls, settings: DraftSettings, name: str, target: ModelFiles, metrics: EngineMetrics) -> DraftModel:
         """Raises StartupError when it cannot be loaded or speaks other tokens than the target."""
         sizes = BatchSizes(settings.draft_slots, settings.draft_batch_tokens)
+        quick = settings.model_copy(update={"dtype": _dtype(settings)})
         try:
-            host = await EngineHost.load(settings, name, sizes, metrics)
+            host = await EngineHost.load(quick, name, sizes, metrics)
         except EngineError as error:
             raise StartupError(f"draft model {name}: {error}") from error
         require_same_vocabulary(target, host.model)
@@ -195,6 +197,14 @@ class Drafter:
             if missing <= engine.pool.num_free:
                 return
             self.forget(engine, request_id)
+
+
+def _dtype(settings: DraftSettings) -> str:
+    """A guess need not be exact: 8-bit products take half the time and memory bandwidth of a step on CPU."""
+    on_cpu = settings.device == "cpu" or not torch.cuda.is_available()
+    if settings.dtype == "auto" and on_cpu and "fbgemm" in torch.backends.quantized.supported_engines:
+        return "int8"
+    return settings.dtype
 
 
 def _drafting_params(params: SamplingParams, room: int) -> SamplingParams:

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from services.draft.draft_model import Drafter
+from services.draft.draft_model import Drafter, _dtype
 from services.draft.known import Wish
+from services.draft.settings import DraftSettings
 from shared.engine import Engine, Sequence
 from shared.engine.batch import SequenceRows
 from shared.protocol.jobs import SamplingParams
@@ -250,3 +252,22 @@ def test_one_batch_serves_all_that_are_behind(target: Engine, engine: Engine) ->
     drain(engine)
     for n in range(5):
         assert engine._sequences[f"s{n}"].token_ids == tokens[: len(PROMPT) + n + 6]
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "fbgemm", "expected"),
+    [
+        ("auto", "cpu", True, "int8"),
+        ("auto", "cpu", False, "auto"),
+        ("fp32", "cpu", True, "fp32"),
+        ("auto", "cuda", True, "auto"),
+    ],
+)
+def test_guesses_are_computed_in_8_bits_on_cpu_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, asked: str, device: str, fbgemm: bool, expected: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(
+        type(torch.backends.quantized), "supported_engines", ["onednn", *(["fbgemm"] if fbgemm else [])], raising=False
+    )
+    assert _dtype(DraftSettings(dtype=asked, device=device, _env_file=None)) == expected  # type: ignore[arg-type]

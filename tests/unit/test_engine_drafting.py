@@ -334,7 +334,7 @@ def test_unlikely_drafts_are_verified_where_rows_were_measured_to_cost_nothing(m
 
 
 def test_where_the_cache_is_too_small_nothing_is_measured(model_path: Path) -> None:
-    engine, policy = adaptive(model_path, free, max_draft_tokens=16, kv_memory_bytes=1 << 14)
+    engine, policy = adaptive(model_path, free, max_draft_tokens=16, kv_memory_bytes=9 << 12)
     before = policy.cost.expected().tolist()
     engine.measure_costs()
     assert policy.cost.expected().tolist() == before
