@@ -24,8 +24,8 @@ READ_TOKENS = 256
 LEAST = 0.3
 """A model that is right more seldom than this is not asked until its failures have faded.
 
-Its guess is there in time only where the one before was right too: it helps with about the square of this, and its steps
-take memory bandwidth from decode's.
+Its guess is there in time only where the one before was right too: it helps with about the square of this, and its
+steps take memory bandwidth from decode's.
 """
 
 
@@ -167,22 +167,20 @@ class KnownSequence:
         return len(token_ids) - len(late)
 
     def proposal(self) -> Proposal | None:
-        """What decode should be told now: the best guess, as far as it was not told before."""
+        """What decode should be told now: the best guess, if it says more than decode was told before.
+
+        All of it from the first unknown token on: a part alone would not tell what it goes on from, and decode, which
+        may have that token already, could take the continuation of a wrong guess for one of the right token.
+        """
         best = self._chooser.best(self.wanted) if self.wanted else None
         if best is None:
             return None
-        told = _common(self._sent, best.token_ids) if best.proposer == self._sent_by else 0
-        if told == len(best.token_ids):
+        tokens = list(best.token_ids)
+        if best.proposer == self._sent_by and self._sent[: len(tokens)] == tokens:
             return None
-        if told < len(self._sent):  # the guess has changed: all of it
-            told = 0
-        self._sent, self._sent_by = list(best.token_ids), best.proposer
+        self._sent, self._sent_by = tokens, best.proposer
         return Proposal(
-            self.request_id,
-            best.start + told,
-            list(best.token_ids[told:]),
-            best.proposer,
-            [round(chance, 3) for chance in best.confidence[told:]],
+            self.request_id, best.start, tokens, best.proposer, [round(chance, 3) for chance in best.confidence]
         )
 
     def _model_pays(self) -> bool:

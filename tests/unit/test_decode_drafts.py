@@ -214,3 +214,14 @@ async def test_a_sequence_that_ends_before_it_was_read_is_not_begun(host: Engine
     await asyncio.get_running_loop().run_in_executor(None, lambda: None)  # whose end is told behind that of the reading
     await host.async_engine.call(lambda engine: None)
     assert not drafting._sequences
+
+
+def test_what_goes_on_from_a_wrong_guess_is_not_proposed_behind_the_right_token() -> None:
+    """As a drafter says it that had not heard of the token yet."""
+    drafts = read([5, 6, 7])
+    drafts.offer(Guess(3, (8,), (0.9,), "outside"))
+    drafts.extend([9])
+    drafts.offer(Guess(3, (8, 1, 2), (0.9, 0.9, 0.9), "outside"))
+    assert drafts.best(8) is None
+    drafts.offer(Guess(3, (9, 1, 2), (0.9, 0.9, 0.9), "outside"))
+    assert drafts.best(8).token_ids == (1, 2)  # type: ignore[union-attr]
