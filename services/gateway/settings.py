@@ -42,12 +42,12 @@ class GatewaySettings(CommonSettings):
     )
     max_queued_low: int = Field(1024, ge=1, description="The same of low priority")
     max_queue_wait_s: float = Field(
-        4.0,
+        2.5,
         gt=0,
         description="Refuse requests that would wait longer than this, by the rate at which the queue drains",
     )
     standing_queue_wait_s: float = Field(
-        1.0, gt=0, description="The same once work has been waiting for longer than that: under a load that stays"
+        0.75, gt=0, description="The same once work has been waiting for longer than that: under a load that stays"
     )
     max_tenant_unfinished: int = Field(
         0, ge=0, description="Most requests of one tenant that wait or are worked on; 0: no limit"
