@@ -111,7 +111,7 @@ def test_the_documented_error_codes_have_the_documented_status() -> None:
 )  # fmt: skip
 def test_the_documented_defaults_of_settings_are_those_of_the_gateway(name: str) -> None:
     default = GatewaySettings.model_fields[name].default
-    documented = re.findall(rf"`{name}`[^`(]*\((\d+)\)", DOCUMENT)
+    documented = re.findall(rf"`{name}`[^`(]*\(([\d.]+)\)", DOCUMENT)
     if name == "max_queued_high":
         documented = re.findall(r"`max_queued_low`, set by the\s+gateways, (\d+) each", DOCUMENT)
         others = [GatewaySettings.model_fields[f"max_queued_{p}"].default for p in ("normal", "low")]
