@@ -356,14 +356,13 @@ class DraftService:
         first = max(known.num_prompt - CONTEXT_TOKENS, 0)
         self._ended.append(_Ended(request_id, known.group, known.token_ids[first:], known.num_prompt - first))
         self._wake.set()
-        if served.proposed:
-            record_span(
-                "draft",
-                served.since_unix_s,
-                time.time(),
-                context=served.trace,
-                attributes={attr.REQUEST_ID: request_id, attr.DRAFTED_TOKENS: served.proposed},
-            )
+        record_span(
+            "draft",
+            served.since_unix_s,
+            time.time(),
+            context=served.trace,
+            attributes={attr.REQUEST_ID: request_id, attr.DRAFTED_TOKENS: served.proposed},
+        )
         if self._draft_model is not None:
             self._draft_model.forget(request_id)
 
