@@ -68,9 +68,13 @@ class Aimer:
         return None
 
     def _cannot_wait(self, fault: Fault) -> bool:
-        """The state that it aims at is a moment, or what the wave sends has passed its peak."""
+        """The state that it aims at is a moment, or what the wave sends has passed its peak.
+
+        Prefill works on a few requests at once and on each for a moment; a further wave finds their blocks stored.
+        """
         landed = sum(not flight.flying for flight in self._wave.flights)
-        return fault.aim in ("claimed", "pushing", "pushed") or landed >= ALMOST_OVER
+        brief = fault.target == "prefill" or fault.aim in ("claimed", "pushing", "pushed")
+        return brief or landed >= ALMOST_OVER
 
     def _look(self, fault: Fault, prefer: int) -> Sight | None:
         match fault.target:

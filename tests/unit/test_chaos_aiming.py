@@ -156,6 +156,15 @@ async def test_prefill_is_struck_before_in_and_after_its_push() -> None:
         assert hits(await over.look("kill prefill after its push"), over) == [0, 1]
 
 
+async def test_prefill_is_struck_as_soon_as_it_works_on_anything() -> None:
+    """It never works on many requests at once, and a further wave finds their blocks stored."""
+    async with sky() as over:
+        over.hear("prefill-0")
+        assert await over.look("restart prefill") is None
+        over.claim(0, "prefill-0", prompt_tokens=40)
+        assert hits(await over.look("restart prefill"), over) == [0]
+
+
 async def test_a_claim_that_is_old_is_no_longer_before_its_push() -> None:
     async with sky() as over:
         over.hear("prefill-0")
