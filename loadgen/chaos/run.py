@@ -35,7 +35,7 @@ REFERENCE: Final = "reference"
 CHAOS: Final = "chaos"
 """Tenants: caches are kept apart by them, so that the reference does not do the work of the run under faults."""
 OPEN_TENANT: Final = "default"
-ATTEMPTS: Final = 5
+ATTEMPTS: Final = 3
 """A fault that found no work in flight gets this many waves in all."""
 
 Say = Callable[[str], None]

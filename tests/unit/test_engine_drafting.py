@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shared.engine import AsyncEngine, Engine, SequenceStep
-from shared.engine.draft_policy import SETTLED, DraftPolicy
+from shared.engine.draft_policy import SETTLED, Acceptance, DraftPolicy
 from tests.unit.engine_harness import begin, drain, greedy, load, outputs, sampled, tiny_model
 
 PROMPT = [(i * 37) % 250 for i in range(45)]
@@ -314,7 +314,10 @@ def test_unlikely_drafts_are_verified_where_rows_were_measured_to_cost_nothing(m
     for measured in (False, True):
         engine, policy = adaptive(model_path, free, max_draft_tokens=16)
         if measured:
+            unknown = list(policy.chances(Acceptance(), ""))
             engine.measure_costs()
+            policy.choose([], 1, spare=1)  # what it knows of proposers is looked up anew in each step
+            assert policy.chances(Acceptance(), "") == unknown, "what was made up says nothing about proposers"
             assert policy.cost.expected()[1:7] == pytest.approx([free(rows) for rows in range(1, 7)])
         params = sampled(120, seed=3)
         expected = expected_ids(engine, params)
