@@ -181,7 +181,7 @@ def overload_command(
     model: Model = "",
     concurrency: Annotated[int, typer.Option(min=1, max=1024, help="Closed loop that finds the capacity")] = 16,
     capacity_s: Annotated[float, typer.Option(min=1.0, help="Seconds in which it starts requests")] = 30.0,
-    phase_s: Annotated[float, typer.Option(min=1.0, help="Seconds of arrivals at 0.8 and at 10 times that")] = 60.0,
+    phase_s: Annotated[float, typer.Option(min=1.0, help="Seconds of arrivals at 0.8, 1, 10 times that")] = 60.0,
     prompt_tokens: Annotated[str, typer.Option(help=f"Prompt lengths: {FORMS}")] = "64",
     output_tokens: Annotated[str, typer.Option(help=f"Output lengths: {FORMS}")] = "48",
     max_in_flight: Annotated[int, typer.Option(min=1, max=4096, help="Bound on requests out")] = 1024,
@@ -204,12 +204,13 @@ def overload_command(
     session = _execute(
         ctx, Target(url, model, timeout_s=timeout), lambda session: overload(session, plan), max_in_flight
     )
-    if len(session.phases) == 3:
-        _, calm, flood = session.phases
+    if len(session.phases) == 4:
+        _, calm, full, flood = session.phases
         session.console.print(
             f"accepted at {plan.flood:g} times the capacity: {flood.succeeded} of {flood.sent}, end to end p50 "
-            f"{flood.e2e_ms.p50:.0f} ms ({calm.e2e_ms.p50:.0f} ms at {plan.calm:g}), first token p50 "
-            f"{flood.ttft_ms.p50:.0f} ms ({calm.ttft_ms.p50:.0f} ms); told to come later: {flood.refused}, after p50 "
+            f"{flood.e2e_ms.p50:.0f} ms ({full.e2e_ms.p50:.0f} ms at capacity, {calm.e2e_ms.p50:.0f} ms at "
+            f"{plan.calm:g} of it), first token p50 {flood.ttft_ms.p50:.0f} ms ({full.ttft_ms.p50:.0f} and "
+            f"{calm.ttft_ms.p50:.0f} ms); told to come later: {flood.refused}, after p50 "
             f"{flood.refusal_ms.p50:.0f} ms, p99 {flood.refusal_ms.p99:.0f} ms, at most {flood.refusal_ms.max:.0f} ms"
         )
 

@@ -182,7 +182,7 @@ async def mix(session: Session, plan: MixPlan) -> None:
 
 @dataclass(frozen=True)
 class OverloadPlan:
-    """What the server can do, found by a closed loop; then arrivals at a part of that, and at many times that."""
+    """What the server can do, found by a closed loop; then arrivals at a part of it, at it, and at many times it."""
 
     concurrency: int = 16
     capacity_s: float = 30.0
@@ -199,7 +199,7 @@ async def overload(session: Session, plan: OverloadPlan) -> None:
     found = await session.closed(name, planner, plan.concurrency, duration_s=plan.capacity_s)
     if found.requests_per_s <= 0:  # nothing succeeded, and there is nothing to be a multiple of
         return
-    for times in (plan.calm, plan.flood):
+    for times in (plan.calm, 1.0, plan.flood):
         name = f"{times:g} x capacity"
         planner = session.planner(name, plan.prompt, plan.output)
         await poisson(session, name, planner, round(found.requests_per_s * times, 3), duration_s=plan.phase_s)

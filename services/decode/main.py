@@ -29,7 +29,7 @@ async def serve(settings: DecodeSettings, stop: asyncio.Event) -> None:
     async with await Bus.connect(settings.nats_url, name=settings.instance) as bus:
         reporter = Reporter("decode", settings, settings.decode_slots, metrics_url=metrics_server.url)
         bus.announce(reporter.report)
-        sizes = BatchSizes(settings.decode_slots, settings.decode_batch_tokens, settings.draft_rows)
+        sizes = BatchSizes.of_worker(settings.decode_slots, settings.decode_batch_tokens, settings.draft_rows)
         host = await EngineHost.load(settings, settings.model, sizes, metrics.engine)
         if settings.speculation == "auto":
             await asyncio.to_thread(host.async_engine.engine.measure_costs)

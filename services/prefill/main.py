@@ -29,7 +29,7 @@ async def serve(settings: PrefillSettings, stop: asyncio.Event) -> None:
     async with await Bus.connect(settings.nats_url, name=settings.instance) as bus:
         reporter = Reporter("prefill", settings, settings.prefill_slots, metrics_url=metrics_server.url)
         bus.announce(reporter.report)
-        sizes = BatchSizes(settings.prefill_slots, settings.prefill_chunk_tokens)
+        sizes = BatchSizes.of_worker(settings.prefill_slots, settings.prefill_chunk_tokens)
         host = await EngineHost.load(settings, settings.model, sizes, metrics.engine)
         async with (
             open_kv(bus, settings, "prefill", settings.transport, metrics.kv) as kv,

@@ -120,6 +120,7 @@ class PrefillWorker(StageWorker):
             prefill_only=True,
             begin_from=stored_tokens,
             pin=True,
+            ahead=holding.epoch > 1,  # it has waited with another worker already
         )
         own = sequence.num_cached
         push = BlockPush(

@@ -27,6 +27,9 @@ ANSWER_SPACING_S = 0.05
 DEAF_S = 1.5 * STATUS_INTERVAL_S
 """How long after a (re)connection a living instance may still be unheard of."""
 
+ORPHANED_S = 4.0
+"""How long what a worker lost is looked for: its message comes back within the ack wait."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -36,6 +39,8 @@ class StatusBoard:
     def __init__(self) -> None:
         self._seen: dict[tuple[Stage, str], tuple[float, InstanceStatus]] = {}
         """By stage and worker: a new run may come up while the one before still winds down."""
+        self._let_go: dict[str, tuple[float, Stage, str]] = {}
+        """Requests that a draining run held no more, with when that was heard, its stage and model."""
         self._deaf_until_s = 0.0
 
     def live(self, stage: Stage | None = None, model: str | None = None) -> list[InstanceStatus]:
@@ -80,6 +85,27 @@ class StatusBoard:
                 replaced = True
         return max(fresh_s, 0.0 if replaced else self._deaf_until_s - now)
 
+    def orphans(self, stage: Stage, model: str, within_s: float) -> set[str]:
+        """Requests that nobody holds, since a run that did was heard last more than `within_s` ago, or drains.
+
+        Some of them may have ended: a run that died said up to a second before what it held. Empty right after
+        (re)connecting, when nobody had the chance to say anything.
+        """
+        now = time.monotonic()
+        if now < self._deaf_until_s:
+            return set()
+        lost = {
+            name for name, (heard, *of) in self._let_go.items() if now - heard < ORPHANED_S and of == [stage, model]
+        }
+        held: set[str] = set()
+        for heard, status in self._seen.values():
+            silent_s = now - heard
+            if silent_s < within_s:
+                held.update(status.holds)
+            elif silent_s < within_s + ORPHANED_S and (status.stage, status.model) == (stage, model):
+                lost.update(status.holds)
+        return lost - held
+
     def heard_nothing_yet(self) -> None:
         """The connection was made (again) just now."""
         self._deaf_until_s = time.monotonic() + DEAF_S
@@ -93,7 +119,15 @@ class StatusBoard:
         now = time.monotonic()
         if len(self._seen) >= MAX_RUNS:
             self._seen = {k: v for k, v in self._seen.items() if v[0] >= now - STATUS_TTL_S}
+        before = self._seen.get((status.stage, status.worker))
+        if before is not None and status.state == "draining":
+            self._note_let_go(now, before[1], status)
         self._seen[(status.stage, status.worker)] = (now, status)
+
+    def _note_let_go(self, now: float, before: InstanceStatus, status: InstanceStatus) -> None:
+        self._let_go = {name: at for name, at in self._let_go.items() if now - at[0] < ORPHANED_S}
+        for request_id in set(before.holds).difference(status.holds):
+            self._let_go[request_id] = (now, status.stage, status.model)
 
 
 class Announcer:

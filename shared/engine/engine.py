@@ -36,6 +36,9 @@ MEASURED_DRAFTS = (0, 1, 2, 3, 4, 5, 7, 11, 16)
 STEPS_MEASURED = 4
 """Steps of each; the first, in which kernels may be compiled, does not count."""
 
+_AHEAD = 1 << 62
+"""Sequences that an engine never makes."""
+
 _PROMPT_TAIL = 8
 """Ids of the prompt that the detokenizer sees as context of the first output token."""
 
@@ -92,14 +95,15 @@ class Engine:
         pause_after: int | None = None,
         text: bool = True,
         salt: str = "",
+        ahead: bool = False,
     ) -> Sequence:
         """Describe a sequence; it holds nothing yet. `token_ids` is the prompt and the output already known.
 
         Known output is authoritative: it is replayed, never sampled again, and `text` of later steps goes on where it
         stopped. When it already ends the sequence, `finish_reason` is set and the sequence need not be started.
         `prefill_only` pauses after one sampled token, `pause_after` after that many. `text=False` skips
-        detokenization (and stop strings). Only sequences of one `salt` share cached blocks. Raises EngineError (bad
-        ids, id in use), PromptTooLong, SequenceTooLarge.
+        detokenization (and stop strings). Only sequences of one `salt` share cached blocks. One that is `ahead` counts
+        as older than all that are not. Raises EngineError (bad ids, id in use), PromptTooLong, SequenceTooLarge.
         """
         if seq_id in self._sequences:
             raise EngineError(f"sequence {seq_id} exists already; release it first")
@@ -127,7 +131,7 @@ class Engine:
             speculate=speculate,
             pause_after=1 if prefill_only else pause_after,
             detokenizer=self._detokenizer(token_ids[:num_prompt], params) if text else None,
-            arrival=next(self._arrivals),
+            arrival=next(self._arrivals) - (_AHEAD if ahead else 0),
             rules=LogitRules.of(params, token_ids[:num_prompt], stop_ids, self.vocab_size),
             stop_ids=stop_ids,
             salt=salt,

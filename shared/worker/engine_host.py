@@ -42,6 +42,11 @@ GIB = 1 << 30
 log = structlog.get_logger(__name__)
 
 
+def most_held(slots: int) -> int:
+    """Requests that a worker with so many slots may hold at once: as many again when it takes over from others."""
+    return 2 * slots
+
+
 class StepListener(Protocol):
     def __call__(self, steps: list[SequenceStep], stats: StepStats) -> None: ...
 
@@ -53,6 +58,12 @@ class BatchSizes:
     sequences: int
     tokens: int
     drafts: int = 0
+
+    @classmethod
+    def of_worker(cls, slots: int, tokens: int, drafts: int = 0) -> BatchSizes:
+        """Of one that may hold more than its slots when it takes over: they take part in its steps at once, as far as
+        the tokens of a step go round."""
+        return cls(max(slots, min(most_held(slots), tokens)), tokens, drafts)
 
 
 @dataclass(frozen=True)
@@ -164,6 +175,7 @@ class EngineHost:
         speculate: bool = False,
         begin_from: int | None = None,
         pin: bool = False,
+        ahead: bool = False,
     ) -> Sequence:
         """A new sequence with its blocks and its queue in `feed`; waits for room as long as the caller lets it.
 
@@ -172,9 +184,10 @@ class EngineHost:
         The KV of its first `num_cached` tokens, whole blocks, is there already: never write to those. If that is at
         least `begin_from` tokens it joins the batch at once: one turn of the engine instead of two; otherwise, and
         without that number, call `begin`. Cached blocks are shared within one `salt`; None shares with nobody, so all
-        is computed. With `pin` it is never preempted, so its blocks may be read at any time. When the known tokens end
-        it already, `finish_reason` is set and it holds nothing. Release it in any case; a caller that is cancelled in
-        here leaves nothing behind. Raises Unservable, EngineError.
+        is computed. With `pin` it is never preempted, so its blocks may be read at any time. One that is `ahead` takes
+        part in steps before all that are not. When the known tokens end it already, `finish_reason` is set and it holds
+        nothing. Release it in any case; a caller that is cancelled in here leaves nothing behind. Raises
+        Unservable, EngineError.
         """
         loop = asyncio.get_running_loop()
         entered: asyncio.Future[None] = loop.create_future()
@@ -184,7 +197,14 @@ class EngineHost:
 
         def create(engine: Engine) -> Sequence:
             sequence = engine.new_sequence(
-                seq_id, token_ids, num_prompt, params, prefill_only=prefill_only, speculate=speculate, salt=salt
+                seq_id,
+                token_ids,
+                num_prompt,
+                params,
+                prefill_only=prefill_only,
+                speculate=speculate,
+                salt=salt,
+                ahead=ahead,
             )
             made.append(sequence)
             # From here, so that it comes behind the last step of an earlier sequence of this id and before its own.

@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,9 +20,9 @@ from shared.protocol.subjects import Stage
 from shared.telemetry import attributes as attr
 from shared.telemetry import extract_context, record_span, tracer
 from shared.telemetry.metrics import QueueMetrics
-from shared.worker.engine_host import EngineHost
+from shared.worker.engine_host import EngineHost, most_held
 from shared.worker.holding import Holding, WorkerUnfit
-from shared.worker.holdings import Holdings
+from shared.worker.holdings import HOLDER_FRESH_S, Holdings
 
 PULL_WAIT_S = 0.5
 RETRY_S = 0.25
@@ -147,9 +147,9 @@ class StageWorker(ABC):
         if self.holdings.exclusive:
             await self._attend_suspect(tasks)
             return
-        free = self._slots - len(self.holdings)
         try:
-            if free <= 0 or self._host.fault or self.stalled() or not await self._may_pull():
+            free, orphans = await self._free_places()
+            if free <= 0 or self._host.fault or self.stalled():
                 await self.holdings.wait_freed(RETRY_S)
                 return
             deliveries = await queue.pull(free, PULL_WAIT_S)
@@ -163,7 +163,21 @@ class StageWorker(ABC):
             if self.holdings.exclusive:
                 await delivery.give_back()
             else:
-                await self._take(delivery, tasks)
+                await self._take(delivery, tasks, orphans)
+
+    async def _free_places(self) -> tuple[int, set[str] | None]:
+        """How many deliveries to pull. While requests are missing that others of this stage held, there are as many
+        places again as slots, and also when nothing else may be pulled; the second value is then whom they are for.
+
+        Their clients have been waiting since they were lost, and all slots may be taken for long. JetStream delivers
+        again before it delivers anything new. Raises BusError.
+        """
+        held = len(self.holdings)
+        if held < self._slots and await self._may_pull():
+            return self._slots - held, None
+        orphans = self._bus.statuses.orphans(self._stage, self._host.model.name, HOLDER_FRESH_S)
+        orphans.difference_update(self.holdings.ids())
+        return min(len(orphans), most_held(self._slots) - held), orphans
 
     async def _attend_suspect(self, tasks: asyncio.TaskGroup) -> None:
         """One round while a request that may crash its worker waits for its turn, or has it: nothing else begins."""
@@ -173,8 +187,9 @@ class StageWorker(ABC):
         else:
             await self._take(delivery, tasks)
 
-    async def _take(self, delivery: Delivery, tasks: asyncio.TaskGroup) -> None:
-        """Claim one delivery and serve it in a task of its own. Nothing that a message holds can end the worker."""
+    async def _take(self, delivery: Delivery, tasks: asyncio.TaskGroup, only: Collection[str] | None = None) -> None:
+        """Claim one delivery and serve it in a task of its own, unless there is only place for other requests. Nothing
+        that a message holds can end the worker."""
         try:
             work = self._read(delivery)
         except OtherLayout as error:
@@ -184,6 +199,9 @@ class StageWorker(ABC):
         except msgspec.DecodeError as error:
             self._note("work_unreadable", error)
             await self._bury_unreadable(delivery)
+            return
+        if only is not None and work.request.request_id not in only:
+            await delivery.give_back(RETRY_S)
             return
         try:
             holding = await self.holdings.take(delivery, work.request, work.assumed)

@@ -143,7 +143,7 @@ class Pipeline:
         fields = self._settings("prefill-0") | {"prefill_slots": slots, "prefill_chunk_tokens": CHUNK} | changes
         settings = PrefillSettings(**fields, _env_file=None)
         metrics = PrefillMetrics("prefill-0", registry := CollectorRegistry())
-        sizes = BatchSizes(slots, settings.prefill_chunk_tokens)
+        sizes = BatchSizes.of_worker(slots, settings.prefill_chunk_tokens)
         return await self._start("prefill", settings, sizes, metrics, registry, PrefillWorker)
 
     async def decode(self, drafts: int | None = None, **changes: Any) -> Running:
@@ -151,7 +151,7 @@ class Pipeline:
         settings = DecodeSettings(**self._settings("decode-0") | {"speculation": "off"} | changes, _env_file=None)
         metrics = DecodeMetrics("decode-0", registry := CollectorRegistry())
         rows = settings.draft_rows if drafts is None else drafts
-        sizes = BatchSizes(settings.decode_slots, settings.decode_batch_tokens, rows)
+        sizes = BatchSizes.of_worker(settings.decode_slots, settings.decode_batch_tokens, rows)
         return await self._start("decode", settings, sizes, metrics, registry, DecodeWorker)
 
     def _settings(self, instance: str) -> dict[str, Any]:

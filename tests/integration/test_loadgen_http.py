@@ -203,9 +203,10 @@ def test_mix_shows_what_long_prompts_cost_the_short_chats(load: Any) -> None:
 
 def test_overload_finds_the_capacity_and_counts_what_is_refused_at_ten_times_that(load: Any) -> None:
     arguments = ["--model", "crowded", "--concurrency", "4", "--capacity-s", "1.5", "--phase-s", "1.5"]
-    found, calm, flood = load("overload", *arguments)["phases"]
+    found, calm, full, flood = load("overload", *arguments)["phases"]
     assert found["succeeded"] == found["sent"] > 0
     assert calm["load"]["rate_per_s"] == pytest.approx(0.8 * found["requests_per_s"], rel=0.01)
+    assert full["load"]["rate_per_s"] == pytest.approx(found["requests_per_s"], rel=0.01)
     assert flood["load"]["rate_per_s"] == pytest.approx(10 * found["requests_per_s"], rel=0.01)
     assert flood["refused"] == flood["errors"]["http_503"] == flood["refusal_ms"]["n"] > flood["succeeded"] > 0
     assert flood["succeeded"] + flood["refused"] == flood["sent"]

@@ -29,7 +29,7 @@ def short_turns() -> Iterator[None]:
     """So that there are many, though a random model seldom ends one by itself."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("services.draft.distill.conversations.USER_TOKENS", 25)
-        patched.setattr("services.draft.distill.conversations.ANSWER_TOKENS", 30)
+        patched.setattr("services.draft.distill.conversations.ANSWER_TOKENS", (30, 30))
         yield
 
 

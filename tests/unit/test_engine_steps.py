@@ -204,6 +204,14 @@ def stop_case(engine: Engine, **changes: Any) -> tuple[list[int], str, str | Non
     return outputs(steps)["s"], texts(steps)["s"], steps[-1].finish_reason
 
 
+def test_what_is_ahead_is_computed_before_what_came_earlier(model_path: Path) -> None:
+    engine = load(model_path, max_batch_tokens=16)
+    for n, seq_id in enumerate(("first", "second", "ahead", "ahead later")):
+        begin(engine, seq_id, [n + 1] * 32, greedy(4), prefill_only=True, ahead=seq_id.startswith("ahead"))
+    ended = [step.seq_id for step in drain(engine) if step.new_ids]
+    assert ended == ["ahead", "ahead later", "first", "second"]
+
+
 def test_stop_ids_end_the_output_and_add_no_text(engine: Engine) -> None:
     ids, text, reason = stop_case(engine)
     assert reason == "length"

@@ -6,7 +6,7 @@ import pytest
 from nats.aio.msg import Msg
 
 from shared.bus import board
-from shared.bus.board import DEAF_S, StatusBoard
+from shared.bus.board import DEAF_S, ORPHANED_S, StatusBoard
 from shared.protocol.status import STATUS_TTL_S, InstanceStatus, encode_status
 
 FRESH_S = 1.8
@@ -121,3 +121,34 @@ async def test_what_is_remembered_is_bounded(clock: Clock, monkeypatch: pytest.M
         clock.now += 1.0
         await hear(statuses, "decode-0", str(n))
     assert len(statuses._seen) <= 10
+
+
+async def test_what_a_silent_run_held_is_missing_until_another_holds_it(clock: Clock) -> None:
+    statuses = StatusBoard()
+    await hear(statuses, "decode-0", "a", "lost", "kept")
+    clock.now += FRESH_S - 0.1
+    await hear(statuses, "decode-1", "b", "own")
+    assert statuses.orphans("decode", "", FRESH_S) == set(), "its word still counts"
+    clock.now += 0.2
+    assert statuses.orphans("decode", "", FRESH_S) == {"lost", "kept"}
+    assert statuses.orphans("prefill", "", FRESH_S) == statuses.orphans("decode", "m", FRESH_S) == set()
+    await hear(statuses, "decode-1", "b", "own", "lost")
+    assert statuses.orphans("decode", "", FRESH_S) == {"kept"}
+    clock.now += ORPHANED_S
+    await hear(statuses, "decode-1", "b", "own", "lost")
+    assert statuses.orphans("decode", "", FRESH_S) == set(), "whoever wanted it has it"
+
+
+async def test_what_a_draining_run_let_go_is_missing_and_what_ended_before_is_not(clock: Clock) -> None:
+    statuses = StatusBoard()
+    await hear(statuses, "decode-0", "a", "ended", "lost")
+    await hear(statuses, "decode-0", "a", "lost")
+    assert statuses.orphans("decode", "", FRESH_S) == set()
+    await hear(statuses, "decode-0", "a", state="draining")
+    assert statuses.orphans("decode", "", FRESH_S) == {"lost"}
+    statuses.heard_nothing_yet()
+    assert statuses.orphans("decode", "", FRESH_S) == set(), "nobody had the chance to say that it holds it"
+    clock.now += DEAF_S
+    assert statuses.orphans("decode", "", FRESH_S) == {"lost"}
+    clock.now += ORPHANED_S
+    assert statuses.orphans("decode", "", FRESH_S) == set()

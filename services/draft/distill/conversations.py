@@ -20,8 +20,10 @@ from shared.protocol.jobs import SamplingParams
 
 Role = Literal["user", "answer"]
 
-USER_TOKENS, ANSWER_TOKENS = 160, 512
-"""Longest turns."""
+USER_TOKENS = 160
+ANSWER_TOKENS = 64, 512
+"""Longest turns. Where an answer is cut is drawn between these two, evenly in its logarithm: how answers begin is seen
+more often than how long ones go on, and each answer begins but few are long."""
 
 _TURNS = (0.55, 0.2, 0.15, 0.1)
 """Shares of texts with 1, 2, 3 and 4 questions and answers."""
@@ -129,9 +131,10 @@ class Script:
         turns: list[Turn] = []
         for _ in range(rounds):
             temperature = float(random.choice(_TEMPERATURES, p=_TEMPERATURE_SHARES))
+            longest = round(float(np.exp(random.uniform(*np.log(ANSWER_TOKENS)))))
             question, answer = (int(s) for s in random.integers(0, 1 << 62, 2))
             turns.append(self._turn("user", USER_TOKENS, 1.0, question))
-            turns.append(self._turn("answer", ANSWER_TOKENS, temperature, answer))
+            turns.append(self._turn("answer", longest, temperature, answer))
         if self.prompts:
             return list(self.prompts[number % len(self.prompts)]), turns[1:]
         if self.markup is None:

@@ -27,7 +27,7 @@ class CorpusRecipe(msgspec.Struct, frozen=True):
     prompts_sha256: str = ""
     max_length: int = MAX_LENGTH
     top: int = 20
-    v: int = 1
+    v: int = 2
 
 
 class TrainingRecipe(msgspec.Struct, frozen=True):
