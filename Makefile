@@ -10,7 +10,7 @@ export OPENBLAS_NUM_THREADS := 1
 export MKL_NUM_THREADS := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install up down test test-parity lint bench bench-engine bench-gpu bench-kv bench-spec test-operations chaos soak simulate wheels compose-test clean
+.PHONY: help install up down test test-parity lint bench bench-engine bench-gpu bench-kv bench-spec test-operations chaos soak draft simulate wheels compose-test clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,6 +85,12 @@ chaos: $(INSTALLED) ## Kill, stop and cut every process under load and compare e
 soak: $(INSTALLED) ## The same in rounds, for HEADRACE_SOAK_MINUTES (60)
 	@mkdir -p bench-results
 	$(BIN)/python -m loadgen.chaos --minutes $${HEADRACE_SOAK_MINUTES:-60} --json bench-results/soak.json
+
+draft: $(INSTALLED) ## Make the shipped draft of the default model again, two hours on one core; goes on where it was
+	@mkdir -p build/draft shared/models/packed_drafts
+	$(BIN)/python infra/draft/prompts.py > build/draft/prompts.txt
+	$(BIN)/headrace distill --target smollm2-135m-instruct --prompts build/draft/prompts.txt --tokens 400000 --epochs 4 \
+	  --out build/draft/model --pack shared/models/packed_drafts/smollm2-135m-instruct-draft.safetensors
 
 simulate: $(INSTALLED) ## The recovery logic in 20,000 random interleavings on a simulated NATS
 	HEADRACE_SIMULATION_SEEDS=20000 $(BIN)/pytest --timeout=3600 tests/simulation/test_simulation.py -k promise

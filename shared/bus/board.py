@@ -85,26 +85,27 @@ class StatusBoard:
                 replaced = True
         return max(fresh_s, 0.0 if replaced else self._deaf_until_s - now)
 
-    def orphans(self, stage: Stage, model: str, within_s: float) -> set[str]:
-        """Requests that nobody holds, since a run that did was heard last more than `within_s` ago, or drains.
+    def missing(self, stage: Stage, model: str, within_s: float) -> int:
+        """How many requests may be without a holder: those that a run of this stage named when it was heard last, that
+        is more than `within_s` ago, or let go in its drain, and that nobody names since; at least one for each run that
+        died, which may have claimed more since it spoke.
 
-        Some of them may have ended: a run that died said up to a second before what it held. Empty right after
-        (re)connecting, when nobody had the chance to say anything.
+        0 right after (re)connecting, when nobody had the chance to say anything.
         """
         now = time.monotonic()
         if now < self._deaf_until_s:
-            return set()
-        lost = {
-            name for name, (heard, *of) in self._let_go.items() if now - heard < ORPHANED_S and of == [stage, model]
-        }
+            return 0
         held: set[str] = set()
+        dead: list[InstanceStatus] = []
         for heard, status in self._seen.values():
             silent_s = now - heard
             if silent_s < within_s:
                 held.update(status.holds)
             elif silent_s < within_s + ORPHANED_S and (status.stage, status.model) == (stage, model):
-                lost.update(status.holds)
-        return lost - held
+                dead.append(status)
+        let_go = {name for name, (at, *of) in self._let_go.items() if now - at < ORPHANED_S and of == [stage, model]}
+        least = {"draining": 0}  # of any other a claim may not have been heard of
+        return len(let_go - held) + sum(max(len(set(s.holds) - held), least.get(s.state, 1)) for s in dead)
 
     def heard_nothing_yet(self) -> None:
         """The connection was made (again) just now."""

@@ -41,6 +41,9 @@ STALE_MARGIN_S = 0.05
 SUSPECT_PATIENCE_S = 1.0
 """How long what runs here may go on beside a suspect that waits; it is handed back then."""
 
+NO_PLACE_S = 0.25
+"""When a request comes again that was delivered where only others had a place."""
+
 FAILED_WAIT_S = 1.0
 LOOK_S = 0.5
 MAX_REQUEST_ID_CHARS = 256
@@ -108,8 +111,11 @@ class Holdings:
         go without saying so in the log. Empty when the engine hangs, so that others do not wait for this worker."""
         return [] if self._stalled() else list(dict.fromkeys([*self._held, *self._claiming, *self._owed]))
 
-    async def take(self, delivery: Delivery, request: GenerationRequest, assumed: LogState) -> Holding | None:
-        """Claim a delivered request, or settle its delivery when there is nothing to claim.
+    async def take(
+        self, delivery: Delivery, request: GenerationRequest, assumed: LogState, *, taking_over: bool = False
+    ) -> Holding | None:
+        """Claim a delivered request, or settle its delivery when there is nothing to claim. When `taking_over`, one
+        that nobody has claimed yet is given back.
 
         `assumed` is how the log stood when the work was published. A first delivery is claimed on it without reading;
         all else is decided by what the log says, since a restarted NATS server counts deliveries from one again. A
@@ -129,6 +135,9 @@ class Holdings:
                     log.error("request_without_log", request_id=request.request_id)
                     await delivery.ack()
                     return None
+            if taking_over and state.epoch == assumed.epoch and state.ended is None:
+                await delivery.give_back(NO_PLACE_S)
+                return None
             decision = self._decide(state, request)
             if on_assumption and decision.action != "claim":
                 state = None
@@ -416,6 +425,7 @@ class Holdings:
 
     async def hand_all_back(self) -> list[asyncio.Task[None]]:
         """Drain: hand all work to other workers at once and interrupt it; the tasks that still clean up."""
+        await self._bus.announce_now()  # names what is about to be missing, so that others make room for it
         suspect, self._suspect = self._suspect, None
         if suspect is not None:
             await suspect.delivery.give_back()

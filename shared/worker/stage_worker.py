@@ -6,7 +6,7 @@ import asyncio
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -148,7 +148,7 @@ class StageWorker(ABC):
             await self._attend_suspect(tasks)
             return
         try:
-            free, orphans = await self._free_places()
+            free, taking_over = await self._free_places()
             if free <= 0 or self._host.fault or self.stalled():
                 await self.holdings.wait_freed(RETRY_S)
                 return
@@ -163,21 +163,21 @@ class StageWorker(ABC):
             if self.holdings.exclusive:
                 await delivery.give_back()
             else:
-                await self._take(delivery, tasks, orphans)
+                await self._take(delivery, tasks, taking_over=taking_over)
+        if taking_over and deliveries:  # what is new was given back and comes again
+            await self.holdings.wait_freed(RETRY_S)
 
-    async def _free_places(self) -> tuple[int, set[str] | None]:
-        """How many deliveries to pull. While requests are missing that others of this stage held, there are as many
-        places again as slots, and also when nothing else may be pulled; the second value is then whom they are for.
+    async def _free_places(self) -> tuple[int, bool]:
+        """How many deliveries to pull, and whether only such as were claimed before.
 
-        Their clients have been waiting since they were lost, and all slots may be taken for long. JetStream delivers
-        again before it delivers anything new. Raises BusError.
+        That is where there is no place for others, and requests are missing that other workers held: their clients
+        have been waiting since, and all slots may be taken for long. Raises BusError.
         """
         held = len(self.holdings)
         if held < self._slots and await self._may_pull():
-            return self._slots - held, None
-        orphans = self._bus.statuses.orphans(self._stage, self._host.model.name, HOLDER_FRESH_S)
-        orphans.difference_update(self.holdings.ids())
-        return min(len(orphans), most_held(self._slots) - held), orphans
+            return self._slots - held, False
+        missing = self._bus.statuses.missing(self._stage, self._host.model.name, HOLDER_FRESH_S)
+        return min(missing, most_held(self._slots) - held), True
 
     async def _attend_suspect(self, tasks: asyncio.TaskGroup) -> None:
         """One round while a request that may crash its worker waits for its turn, or has it: nothing else begins."""
@@ -187,9 +187,9 @@ class StageWorker(ABC):
         else:
             await self._take(delivery, tasks)
 
-    async def _take(self, delivery: Delivery, tasks: asyncio.TaskGroup, only: Collection[str] | None = None) -> None:
-        """Claim one delivery and serve it in a task of its own, unless there is only place for other requests. Nothing
-        that a message holds can end the worker."""
+    async def _take(self, delivery: Delivery, tasks: asyncio.TaskGroup, *, taking_over: bool = False) -> None:
+        """Claim one delivery and serve it in a task of its own; when `taking_over`, only what was claimed before.
+        Nothing that a message holds can end the worker."""
         try:
             work = self._read(delivery)
         except OtherLayout as error:
@@ -200,11 +200,8 @@ class StageWorker(ABC):
             self._note("work_unreadable", error)
             await self._bury_unreadable(delivery)
             return
-        if only is not None and work.request.request_id not in only:
-            await delivery.give_back(RETRY_S)
-            return
         try:
-            holding = await self.holdings.take(delivery, work.request, work.assumed)
+            holding = await self.holdings.take(delivery, work.request, work.assumed, taking_over=taking_over)
         except BusError as error:
             self._note("take_failed", error)
             return

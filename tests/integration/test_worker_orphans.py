@@ -85,7 +85,6 @@ async def test_a_full_worker_takes_over_what_another_lost_and_nothing_else(
         lost = [await pipeline.submit(text(seed, LONG)) for seed in (2, 3)]
         for _ in lost:
             await peer.hold(idle)
-        await peer.bus.announce_now()
         fresh = [await pipeline.submit(text(seed, LONG)) for seed in (4, 5)]
         await peer.leave(how)
 

@@ -128,27 +128,32 @@ async def test_what_a_silent_run_held_is_missing_until_another_holds_it(clock: C
     await hear(statuses, "decode-0", "a", "lost", "kept")
     clock.now += FRESH_S - 0.1
     await hear(statuses, "decode-1", "b", "own")
-    assert statuses.orphans("decode", "", FRESH_S) == set(), "its word still counts"
+    assert statuses.missing("decode", "", FRESH_S) == 0, "its word still counts"
     clock.now += 0.2
-    assert statuses.orphans("decode", "", FRESH_S) == {"lost", "kept"}
-    assert statuses.orphans("prefill", "", FRESH_S) == statuses.orphans("decode", "m", FRESH_S) == set()
+    assert statuses.missing("decode", "", FRESH_S) == 2
+    assert statuses.missing("prefill", "", FRESH_S) == statuses.missing("decode", "m", FRESH_S) == 0
     await hear(statuses, "decode-1", "b", "own", "lost")
-    assert statuses.orphans("decode", "", FRESH_S) == {"kept"}
+    assert statuses.missing("decode", "", FRESH_S) == 1
+    await hear(statuses, "decode-1", "b", "own", "lost", "kept")
+    assert statuses.missing("decode", "", FRESH_S) == 1, "it may have claimed one more and not said so"
     clock.now += ORPHANED_S
-    await hear(statuses, "decode-1", "b", "own", "lost")
-    assert statuses.orphans("decode", "", FRESH_S) == set(), "whoever wanted it has it"
+    await hear(statuses, "decode-1", "b", "own", "lost", "kept")
+    assert statuses.missing("decode", "", FRESH_S) == 0, "whoever wanted it has it"
 
 
 async def test_what_a_draining_run_let_go_is_missing_and_what_ended_before_is_not(clock: Clock) -> None:
     statuses = StatusBoard()
-    await hear(statuses, "decode-0", "a", "ended", "lost")
+    await hear(statuses, "decode-0", "a", "ended", "ended too", "lost")
     await hear(statuses, "decode-0", "a", "lost")
-    assert statuses.orphans("decode", "", FRESH_S) == set()
+    assert statuses.missing("decode", "", FRESH_S) == 0
     await hear(statuses, "decode-0", "a", state="draining")
-    assert statuses.orphans("decode", "", FRESH_S) == {"lost"}
+    assert statuses.missing("decode", "", FRESH_S) == 1
     statuses.heard_nothing_yet()
-    assert statuses.orphans("decode", "", FRESH_S) == set(), "nobody had the chance to say that it holds it"
+    assert statuses.missing("decode", "", FRESH_S) == 0, "nobody had the chance to say that it holds it"
     clock.now += DEAF_S
-    assert statuses.orphans("decode", "", FRESH_S) == {"lost"}
-    clock.now += ORPHANED_S
-    assert statuses.orphans("decode", "", FRESH_S) == set()
+    await hear(statuses, "decode-0", "a", state="draining")
+    assert statuses.missing("decode", "", FRESH_S) == 1
+    clock.now += FRESH_S
+    assert statuses.missing("decode", "", FRESH_S) == 1, "it ended in good order and claimed nothing more"
+    clock.now += ORPHANED_S - FRESH_S
+    assert statuses.missing("decode", "", FRESH_S) == 0
