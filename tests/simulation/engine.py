@@ -103,6 +103,7 @@ class ScriptedEngine:
         pause_after: int | None = None,
         text: bool = True,
         salt: str = "",
+        ahead: bool = False,  # this engine steps all that run
     ) -> EngineSequence:
         if seq_id in self._sequences:
             raise EngineError(f"sequence {seq_id} exists already; release it first")
