@@ -120,7 +120,7 @@ class PrefillWorker(StageWorker):
             prefill_only=True,
             begin_from=stored_tokens,
             pin=True,
-            ahead=holding.epoch > 1,  # it has waited with another worker already
+            ahead=holding.epoch > 1,  # it was claimed before, and its client has waited since
         )
         own = sequence.num_cached
         push = BlockPush(

@@ -30,6 +30,8 @@ DEAF_S = 1.5 * STATUS_INTERVAL_S
 ORPHANED_S = 4.0
 """How long what a worker lost is looked for: its message comes back within the ack wait."""
 
+NAMED_S = 10.0
+
 log = structlog.get_logger(__name__)
 
 
@@ -39,8 +41,8 @@ class StatusBoard:
     def __init__(self) -> None:
         self._seen: dict[tuple[Stage, str], tuple[float, InstanceStatus]] = {}
         """By stage and worker: a new run may come up while the one before still winds down."""
-        self._let_go: dict[str, tuple[float, Stage, str]] = {}
-        """Requests that a draining run held no more, with when that was heard, its stage and model."""
+        self._named: dict[str, tuple[float, str]] = {}
+        """When and by what run a request was last named as held; what is older than `NAMED_S` is forgotten."""
         self._deaf_until_s = 0.0
 
     def live(self, stage: Stage | None = None, model: str | None = None) -> list[InstanceStatus]:
@@ -87,25 +89,25 @@ class StatusBoard:
 
     def missing(self, stage: Stage, model: str, within_s: float) -> int:
         """How many requests may be without a holder: those that a run of this stage named when it was heard last, that
-        is more than `within_s` ago, or let go in its drain, and that nobody names since; at least one for each run that
-        died, which may have claimed more since it spoke.
+        is more than `within_s` ago, or says to have let go, and that nobody has named since; at least one for each run
+        that died, which may have claimed more since it spoke.
 
         0 right after (re)connecting, when nobody had the chance to say anything.
         """
         now = time.monotonic()
         if now < self._deaf_until_s:
             return 0
-        held: set[str] = set()
-        dead: list[InstanceStatus] = []
+        lost: set[str] = set()
+        unheard = 0
         for heard, status in self._seen.values():
-            silent_s = now - heard
-            if silent_s < within_s:
-                held.update(status.holds)
-            elif silent_s < within_s + ORPHANED_S and (status.stage, status.model) == (stage, model):
-                dead.append(status)
-        let_go = {name for name, (at, *of) in self._let_go.items() if now - at < ORPHANED_S and of == [stage, model]}
-        least = {"draining": 0}  # of any other a claim may not have been heard of
-        return len(let_go - held) + sum(max(len(set(s.holds) - held), least.get(s.state, 1)) for s in dead)
+            if (status.stage, status.model) != (stage, model) or now - heard >= within_s + ORPHANED_S:
+                continue
+            died = now - heard >= within_s
+            names = [*status.let_go, *(status.holds if died else [])]
+            left = {name for name in names if name not in self._named or self._named[name][1] == status.worker}
+            lost |= left
+            unheard += died and status.state != "draining" and not left
+        return len(lost) + unheard
 
     def heard_nothing_yet(self) -> None:
         """The connection was made (again) just now."""
@@ -120,15 +122,10 @@ class StatusBoard:
         now = time.monotonic()
         if len(self._seen) >= MAX_RUNS:
             self._seen = {k: v for k, v in self._seen.items() if v[0] >= now - STATUS_TTL_S}
-        before = self._seen.get((status.stage, status.worker))
-        if before is not None and status.state == "draining":
-            self._note_let_go(now, before[1], status)
         self._seen[(status.stage, status.worker)] = (now, status)
-
-    def _note_let_go(self, now: float, before: InstanceStatus, status: InstanceStatus) -> None:
-        self._let_go = {name: at for name, at in self._let_go.items() if now - at[0] < ORPHANED_S}
-        for request_id in set(before.holds).difference(status.holds):
-            self._let_go[request_id] = (now, status.stage, status.model)
+        if status.holds:
+            self._named = {name: by for name, by in self._named.items() if now - by[0] < NAMED_S}
+            self._named.update(dict.fromkeys(status.holds, (now, status.worker)))
 
 
 class Announcer:

@@ -199,20 +199,43 @@ class WorkQueue:
         finally:
             self._wanted = 0
 
+    @property
+    def priorities(self) -> list[Priority]:
+        """The highest first."""
+        return [priority for priority in PRIORITIES if priority in self._filters]
+
+    async def pull_from(self, priority: Priority) -> Delivery | None:
+        """One delivery of this priority, without waiting; what is delivered again comes before what is new.
+
+        Raises PublishFailed when NATS is away.
+        """
+        self._wanted = 1
+        try:
+            await self._pull_from(priority)
+            return self._ready.popleft() if self._ready else None
+        except (nats.errors.Error, APIError) as error:
+            raise PublishFailed(f"cannot pull from {self._name}: {error}") from error
+        finally:
+            self._wanted = 0
+
     async def _pull_one(self) -> bool:
         """One delivery from the first priority that has any, beginning with the one whose turn it is."""
         first = next(self._turns)
         for priority in (first, *(p for p in PRIORITIES if p != first and p in self._filters)):
-            before = len(self._ready)
-            pull = await self._request(priority, {"batch": 1, "no_wait": True})
-            if await self._wait_for(self._answered(pull, before), ANSWER_S):
-                self._silent = 0
-            else:
-                await self._note_silence()
-            self._forget(pull)
-            if len(self._ready) > before:
+            if await self._pull_from(priority):
                 return True
         return False
+
+    async def _pull_from(self, priority: Priority) -> bool:
+        """One delivery of this priority, if there is any now."""
+        before = len(self._ready)
+        pull = await self._request(priority, {"batch": 1, "no_wait": True})
+        if await self._wait_for(self._answered(pull, before), ANSWER_S):
+            self._silent = 0
+        else:
+            await self._note_silence()
+        self._forget(pull)
+        return len(self._ready) > before
 
     def _answered(self, pull: str, before: int) -> Callable[[], bool]:
         return lambda: len(self._ready) > before or pull in self._finished

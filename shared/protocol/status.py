@@ -28,6 +28,7 @@ class InstanceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     model: str = ""
     layout_id: str = ""
     running: int = 0
+    """More than `slots` where it took over what others lost."""
     slots: int = 0
     blocks_total: int = 0
     blocks_used: int = 0
@@ -36,6 +37,8 @@ class InstanceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     holds: list[str] = []
     """Ids of the requests that the others leave to this worker: it works on them, claims them just now, or has let them
     go and could not say so in their logs yet."""
+    let_go: list[str] = []
+    """Ids of requests that it held a moment ago and that another has to take: handed back, or its engine hangs."""
     transport: str = ""
     place: Place | None = None
     metrics_url: str = ""

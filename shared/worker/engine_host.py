@@ -62,8 +62,8 @@ class BatchSizes:
     @classmethod
     def of_worker(cls, slots: int, tokens: int, drafts: int = 0) -> BatchSizes:
         """Of one that may hold more than its slots when it takes over: they take part in its steps at once, as far as
-        the tokens of a step go round."""
-        return cls(max(slots, min(most_held(slots), tokens)), tokens, drafts)
+        half of a step's tokens are left for prompts."""
+        return cls(max(slots, min(most_held(slots), tokens // 2)), tokens, drafts)
 
 
 @dataclass(frozen=True)
@@ -185,9 +185,9 @@ class EngineHost:
         least `begin_from` tokens it joins the batch at once: one turn of the engine instead of two; otherwise, and
         without that number, call `begin`. Cached blocks are shared within one `salt`; None shares with nobody, so all
         is computed. With `pin` it is never preempted, so its blocks may be read at any time. One that is `ahead` takes
-        part in steps before all that are not. When the known tokens end it already, `finish_reason` is set and it holds
-        nothing. Release it in any case; a caller that is cancelled in here leaves nothing behind. Raises
-        Unservable, EngineError.
+        part in steps before those that are not, once it has its blocks. When the known tokens end it already,
+        `finish_reason` is set and it holds nothing. Release it in any case; a caller that is cancelled in here leaves
+        nothing behind. Raises Unservable, EngineError.
         """
         loop = asyncio.get_running_loop()
         entered: asyncio.Future[None] = loop.create_future()

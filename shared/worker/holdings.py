@@ -41,8 +41,8 @@ STALE_MARGIN_S = 0.05
 SUSPECT_PATIENCE_S = 1.0
 """How long what runs here may go on beside a suspect that waits; it is handed back then."""
 
-NO_PLACE_S = 0.25
-"""When a request comes again that was delivered where only others had a place."""
+LET_GO_S = 4.0
+"""How long the others are told what was handed back."""
 
 FAILED_WAIT_S = 1.0
 LOOK_S = 0.5
@@ -100,6 +100,8 @@ class Holdings:
         self._owed = OwedHandBacks(bus)
         self._cleaning: set[asyncio.Task[None]] = set()
         """Tasks of what was handed back, as long as they free what it used here."""
+        self._let_go: dict[str, float] = {}
+        """When what was handed back was."""
         self._suspect: Suspect | None = None
         self._freed = asyncio.Event()
 
@@ -111,11 +113,25 @@ class Holdings:
         go without saying so in the log. Empty when the engine hangs, so that others do not wait for this worker."""
         return [] if self._stalled() else list(dict.fromkeys([*self._held, *self._claiming, *self._owed]))
 
-    async def take(
-        self, delivery: Delivery, request: GenerationRequest, assumed: LogState, *, taking_over: bool = False
-    ) -> Holding | None:
-        """Claim a delivered request, or settle its delivery when there is nothing to claim. When `taking_over`, one
-        that nobody has claimed yet is given back.
+    def let_go(self) -> list[str]:
+        """For the status, what another has to take: what was handed back a moment ago, or all when the engine hangs."""
+        oldest_s = time.monotonic() - LET_GO_S
+        self._let_go = {request_id: at_s for request_id, at_s in self._let_go.items() if at_s > oldest_s}
+        return [*self._let_go, *(self._held if self._stalled() else ())]
+
+    async def was_claimed(self, request: GenerationRequest, assumed: LogState) -> bool:
+        """Whether somebody has claimed the request since its work was published, or nobody has to any more.
+
+        Raises BusError.
+        """
+        try:
+            state = await self._bus.open_log(request.tenant, request.request_id).state()
+        except RequestUnknown:
+            return True
+        return state.epoch > assumed.epoch or state.ended is not None
+
+    async def take(self, delivery: Delivery, request: GenerationRequest, assumed: LogState) -> Holding | None:
+        """Claim a delivered request, or settle its delivery when there is nothing to claim.
 
         `assumed` is how the log stood when the work was published. A first delivery is claimed on it without reading;
         all else is decided by what the log says, since a restarted NATS server counts deliveries from one again. A
@@ -135,9 +151,6 @@ class Holdings:
                     log.error("request_without_log", request_id=request.request_id)
                     await delivery.ack()
                     return None
-            if taking_over and state.epoch == assumed.epoch and state.ended is None:
-                await delivery.give_back(NO_PLACE_S)
-                return None
             decision = self._decide(state, request)
             if on_assumption and decision.action != "claim":
                 state = None
@@ -186,6 +199,7 @@ class Holdings:
         finally:
             self._claiming.discard(request.request_id)
         self._owed.forget(request.request_id)
+        self._let_go.pop(request.request_id, None)
         self._metrics.claims.inc()
         if delivery.num_delivered > 1:
             self._metrics.redeliveries.inc()
@@ -425,7 +439,6 @@ class Holdings:
 
     async def hand_all_back(self) -> list[asyncio.Task[None]]:
         """Drain: hand all work to other workers at once and interrupt it; the tasks that still clean up."""
-        await self._bus.announce_now()  # names what is about to be missing, so that others make room for it
         suspect, self._suspect = self._suspect, None
         if suspect is not None:
             await suspect.delivery.give_back()
@@ -437,6 +450,7 @@ class Holdings:
         refused or come before the next claim, as for any holder that is overtaken."""
         holdings = list(self._held.values())
         self._held.clear()
+        self._let_go |= dict.fromkeys((holding.request_id for holding in holdings), time.monotonic())
         for holding in holdings:
             if holding.task is not None:
                 self._cleaning.add(holding.task)
@@ -452,6 +466,7 @@ class Holdings:
     async def _hand_back(self, holding: Holding) -> None:
         """Say in the log that the claim ended in good order, or owe it that word while NATS is away, and give the
         message back, unless another has it."""
+        self._let_go[holding.request_id] = time.monotonic()
         request_log = self._bus.open_log(holding.request.tenant, holding.request_id)
         back = HandedBack(holding.epoch, self._stage, self._worker)
         try:

@@ -85,6 +85,7 @@ class Reporter:
             layout_id=self._host.layout.layout_id if self._host is not None else "",
             running=self._running(),
             holds=self._holdings.ids() if self._holdings is not None else [],
+            let_go=self._holdings.let_go() if self._holdings is not None else [],
             slots=self._slots,
             blocks_total=pool.total if pool is not None else 0,
             blocks_used=pool.used if pool is not None else 0,

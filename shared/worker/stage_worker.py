@@ -26,6 +26,10 @@ from shared.worker.holdings import HOLDER_FRESH_S, Holdings
 
 PULL_WAIT_S = 0.5
 RETRY_S = 0.25
+NO_PLACE_S = 2 * RETRY_S
+"""When a request comes again that was delivered where there was only place for others. By then the worker has looked
+for these again."""
+
 UNREADABLE_DELAY_S = 5.0
 STALL_CHECK_S = 1.0
 STALLED_EXIT_AFTER = 3
@@ -148,8 +152,12 @@ class StageWorker(ABC):
             await self._attend_suspect(tasks)
             return
         try:
-            free, taking_over = await self._free_places()
-            if free <= 0 or self._host.fault or self.stalled():
+            if self._host.fault or self.stalled():
+                await self.holdings.wait_freed(RETRY_S)
+                return
+            free = self._slots - len(self.holdings)
+            if free <= 0 or not await self._may_pull():
+                await self._take_over(queue, tasks)
                 await self.holdings.wait_freed(RETRY_S)
                 return
             deliveries = await queue.pull(free, PULL_WAIT_S)
@@ -163,21 +171,21 @@ class StageWorker(ABC):
             if self.holdings.exclusive:
                 await delivery.give_back()
             else:
-                await self._take(delivery, tasks, taking_over=taking_over)
-        if taking_over and deliveries:  # what is new was given back and comes again
-            await self.holdings.wait_freed(RETRY_S)
+                await self._take(delivery, tasks)
 
-    async def _free_places(self) -> tuple[int, bool]:
-        """How many deliveries to pull, and whether only such as were claimed before.
+    async def _take_over(self, queue: WorkQueue, tasks: asyncio.TaskGroup) -> None:
+        """Where there is no place for others: take what other workers have lost, as many as there are slots.
 
-        That is where there is no place for others, and requests are missing that other workers held: their clients
-        have been waiting since, and all slots may be taken for long. Raises BusError.
+        Their clients have been waiting since, and all slots may be taken for long. JetStream delivers again before it
+        delivers anything new, so a priority is left alone once something came that nobody had claimed. Raises BusError.
         """
-        held = len(self.holdings)
-        if held < self._slots and await self._may_pull():
-            return self._slots - held, False
         missing = self._bus.statuses.missing(self._stage, self._host.model.name, HOLDER_FRESH_S)
-        return min(missing, most_held(self._slots) - held), True
+        most = min(len(self.holdings) + missing, most_held(self._slots))
+        for priority in queue.priorities:
+            while len(self.holdings) < most and not self.holdings.exclusive:
+                delivery = await queue.pull_from(priority)
+                if delivery is None or not await self._take(delivery, tasks, claimed_only=True):
+                    break
 
     async def _attend_suspect(self, tasks: asyncio.TaskGroup) -> None:
         """One round while a request that may crash its worker waits for its turn, or has it: nothing else begins."""
@@ -187,37 +195,43 @@ class StageWorker(ABC):
         else:
             await self._take(delivery, tasks)
 
-    async def _take(self, delivery: Delivery, tasks: asyncio.TaskGroup, *, taking_over: bool = False) -> None:
-        """Claim one delivery and serve it in a task of its own; when `taking_over`, only what was claimed before.
-        Nothing that a message holds can end the worker."""
+    async def _take(self, delivery: Delivery, tasks: asyncio.TaskGroup, *, claimed_only: bool = False) -> bool:
+        """Claim one delivery and serve it in a task of its own. Nothing that a message holds can end the worker.
+
+        With `claimed_only` what nobody has claimed before is given back, which False tells.
+        """
         try:
             work = self._read(delivery)
         except OtherLayout as error:
             self._note("layout_refused", error)
             await delivery.give_back(RETRY_S)
-            return
+            return True
         except msgspec.DecodeError as error:
             self._note("work_unreadable", error)
             await self._bury_unreadable(delivery)
-            return
+            return True
         try:
-            holding = await self.holdings.take(delivery, work.request, work.assumed, taking_over=taking_over)
+            if claimed_only and not await self.holdings.was_claimed(work.request, work.assumed):
+                await delivery.give_back(NO_PLACE_S)
+                return False
+            holding = await self.holdings.take(delivery, work.request, work.assumed)
         except BusError as error:
             self._note("take_failed", error)
-            return
+            return True
         except (msgspec.DecodeError, ValueError) as error:
             self._note("log_unreadable", error)
             await delivery.give_back(UNREADABLE_DELAY_S)
-            return
+            return True
         if holding is not None:
             holding.task = tasks.create_task(self._serve(holding, work), name=holding.request_id)
+        return True
 
     async def _serve(self, holding: Holding, work: Work) -> None:
         """Serve under a span that continues the request's trace."""
         request, delivery = holding.request, holding.delivery
         context = extract_context(delivery.headers)
         now = time.time()
-        if delivery.num_delivered == 1:  # later waits include the earlier holder's work
+        if holding.state.epoch == work.assumed.epoch:  # later waits include the earlier holder's work
             self._queue_metrics.queue_time.observe(max(now - delivery.published_unix_s, 0.0))
         record_span(
             f"queue.{self._stage}",

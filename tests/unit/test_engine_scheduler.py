@@ -39,6 +39,26 @@ def test_every_sequence_ends_within_bounds_and_no_block_is_lost(
     assert world.pool.num_free == blocks
 
 
+@settings(deadline=None, max_examples=200)
+@given(st.lists(requests, min_size=1, max_size=10), st.integers(18, 40), st.randoms(use_true_random=False))
+def test_every_sequence_ends_also_where_later_ones_are_older(
+    load: list[tuple[int, int, int, int]], blocks: int, order: random.Random
+) -> None:
+    world = World(blocks)
+    ages = order.sample(range(-len(load), 0), len(load))
+    arrivals = [(sequence(age, *asked[:2], drafts=asked[2]), asked[3]) for age, asked in zip(ages, load, strict=True)]
+    steps = 0
+    while arrivals or world.sequences:
+        while arrivals and arrivals[0][1] <= 0:
+            world.add(arrivals.pop(0)[0])
+        arrivals = [(s, delay - 1) for s, delay in arrivals]
+        before = list(world.sequences)
+        assert world.step() or not before, "something can always run"
+        steps += 1
+        assert steps < 2_000
+    assert world.pool.num_free == blocks
+
+
 @settings(deadline=None)
 @given(st.integers(0, 60), st.integers(1, 3))
 def test_decode_rows_are_in_every_step_however_long_the_prompts(prompt: int, decoding: int) -> None:

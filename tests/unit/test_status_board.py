@@ -35,6 +35,7 @@ async def hear(
     started: float = 1.0,
     sent: float = 0.0,
     state: str = "ready",
+    let_go: list[str] | None = None,
 ) -> None:
     status = InstanceStatus(
         "decode",
@@ -46,6 +47,7 @@ async def hear(
         sent,
         state=state,  # type: ignore[arg-type]
         holds=list(holds),
+        let_go=let_go or [],
     )
     await statuses.on_status(Msg(_client=None, subject="s", data=encode_status(status)))  # type: ignore[arg-type]
 
@@ -134,26 +136,35 @@ async def test_what_a_silent_run_held_is_missing_until_another_holds_it(clock: C
     assert statuses.missing("prefill", "", FRESH_S) == statuses.missing("decode", "m", FRESH_S) == 0
     await hear(statuses, "decode-1", "b", "own", "lost")
     assert statuses.missing("decode", "", FRESH_S) == 1
-    await hear(statuses, "decode-1", "b", "own", "lost", "kept")
-    assert statuses.missing("decode", "", FRESH_S) == 1, "it may have claimed one more and not said so"
+    await hear(statuses, "decode-1", "b", "own", "kept")
+    assert statuses.missing("decode", "", FRESH_S) == 1, "one has ended; it may have claimed one more and not said so"
     clock.now += ORPHANED_S
-    await hear(statuses, "decode-1", "b", "own", "lost", "kept")
+    await hear(statuses, "decode-1", "b", "own", "kept")
     assert statuses.missing("decode", "", FRESH_S) == 0, "whoever wanted it has it"
 
 
-async def test_what_a_draining_run_let_go_is_missing_and_what_ended_before_is_not(clock: Clock) -> None:
+async def test_what_two_dead_runs_named_is_missing_once(clock: Clock) -> None:
     statuses = StatusBoard()
-    await hear(statuses, "decode-0", "a", "ended", "ended too", "lost")
-    await hear(statuses, "decode-0", "a", "lost")
-    assert statuses.missing("decode", "", FRESH_S) == 0
-    await hear(statuses, "decode-0", "a", state="draining")
-    assert statuses.missing("decode", "", FRESH_S) == 1
+    await hear(statuses, "decode-0", "a", "r")
+    await hear(statuses, "decode-0", "b", "r", "s")
+    clock.now += FRESH_S + 0.1
+    assert statuses.missing("decode", "", FRESH_S) == 3, "two, and what the earlier run may have claimed unheard"
+
+
+async def test_what_a_run_let_go_is_missing_until_another_names_it_and_it_need_not_be_dead(clock: Clock) -> None:
+    statuses = StatusBoard()
+    await hear(statuses, "decode-0", "a", "lost", "ended")
+    await hear(statuses, "decode-0", "a", state="draining", let_go=["lost", "claimed unheard"])
+    assert statuses.missing("decode", "", FRESH_S) == 2
+    await hear(statuses, "decode-1", "b", "lost")
+    await hear(statuses, "decode-0", "a", state="draining", let_go=["lost", "claimed unheard"])
+    await hear(statuses, "decode-1", "b")
+    assert statuses.missing("decode", "", FRESH_S) == 1, "what was taken over and ended is not missing again"
     statuses.heard_nothing_yet()
     assert statuses.missing("decode", "", FRESH_S) == 0, "nobody had the chance to say that it holds it"
-    clock.now += DEAF_S
-    await hear(statuses, "decode-0", "a", state="draining")
-    assert statuses.missing("decode", "", FRESH_S) == 1
-    clock.now += FRESH_S
-    assert statuses.missing("decode", "", FRESH_S) == 1, "it ended in good order and claimed nothing more"
-    clock.now += ORPHANED_S - FRESH_S
+    clock.now += FRESH_S + 0.1
+    await hear(statuses, "decode-1", "b")
+    assert statuses.missing("decode", "", FRESH_S) == 1, "it ended in good order and claimed nothing unheard"
+    clock.now += ORPHANED_S
+    await hear(statuses, "decode-1", "b")
     assert statuses.missing("decode", "", FRESH_S) == 0
