@@ -20,10 +20,22 @@ Row = NDArray[np.float32] | NDArray[np.float64]
 def choose_token(
     logits: NDArray[np.float32], params: SamplingParams, position: int, rules: LogitRules | None = None
 ) -> int:
-    """`logits` [vocabulary]; `position` is the absolute index, in prompt and output, of the token to be chosen.
+    """The first of `ranked_tokens`."""
+    return ranked_tokens(logits, params, position, rules)[0]
 
-    `rules` know the output before it. Raises FloatingPointError when the largest logit, before or after the rules, is
-    not a finite number.
+
+def ranked_tokens(
+    logits: NDArray[np.float32],
+    params: SamplingParams,
+    position: int,
+    rules: LogitRules | None = None,
+    runners_up: int = 0,
+) -> list[int]:
+    """The choice, and up to so many `runners_up`, whose logit/temperature + noise comes next; no token that is barred.
+
+    `logits` [vocabulary]; `position` is the absolute index, in prompt and output, of the token to be chosen. `rules`
+    know the output before it. Raises FloatingPointError when the largest logit, before or after the rules, is not a
+    finite number.
     """
     row: Row = logits
     best = _best(row)
@@ -31,11 +43,26 @@ def choose_token(
         row = rules.apply(logits)
         best = _best(row)
     if params.temperature == 0:
-        return best
+        return _ranked(row, runners_up, best)
     ids, scaled = candidates(row, params)
     if len(ids) == 1:
-        return int(ids[0])
-    return int(ids[(scaled + gumbel(params.seed, position, ids)).argmax()])
+        return [int(ids[0])]
+    perturbed = scaled + gumbel(params.seed, position, ids)
+    return [int(ids[index]) for index in _ranked(perturbed, runners_up, int(perturbed.argmax()))]
+
+
+def _ranked(row: Row, runners_up: int, best: int) -> list[int]:
+    """`best`, and the indices of the next-largest values. For a few, arg max after arg max beats any partition."""
+    ranked = [best]
+    if runners_up:
+        left = row.copy()
+        for _ in range(runners_up):
+            left[ranked[-1]] = -np.inf
+            following = int(left.argmax())
+            if left[following] == -np.inf:
+                break
+            ranked.append(following)
+    return ranked
 
 
 def _best(row: Row) -> int:

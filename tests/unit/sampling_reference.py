@@ -55,11 +55,18 @@ def reference_candidates(row: Row, p: SamplingParams) -> list[int]:
 
 
 def reference_choice(row: Row, p: SamplingParams, position: int) -> int:
+    return reference_ranking(row, p, position)[0]
+
+
+def reference_ranking(row: Row, p: SamplingParams, position: int) -> list[int]:
+    """All that could be chosen, the choice first."""
     if p.temperature == 0:
-        return min(range(len(row)), key=lambda i: (-row[i], i))
-    ids = reference_candidates(row, p)
-    scores = _scaled(row, p)[ids] + gumbel(p.seed, position, np.array(ids))
-    return ids[int(scores.argmax())]
+        ids, scores = list(range(len(row))), np.asarray(row, np.float64)
+    else:
+        ids = reference_candidates(row, p)
+        scores = _scaled(row, p)[ids] + gumbel(p.seed, position, np.array(ids))
+    ranking = sorted(zip(-scores, ids, strict=True))
+    return [token for score, token in ranking if score < np.inf]
 
 
 def reference_distribution(row: Row, p: SamplingParams) -> dict[int, float]:

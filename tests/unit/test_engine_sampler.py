@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shared.engine.logit_rules import LogitRules
 from shared.engine.noise import gumbel, uniform
-from shared.engine.sampler import candidates, choose_token
+from shared.engine.sampler import candidates, choose_token, ranked_tokens
 from shared.engine.verification import verify
 from shared.protocol.jobs import SamplingParams
 from tests.unit.sampling_reference import (
@@ -22,6 +22,7 @@ from tests.unit.sampling_reference import (
     reference_candidates,
     reference_choice,
     reference_distribution,
+    reference_ranking,
     reference_row,
 )
 
@@ -63,6 +64,17 @@ def test_candidates_equal_those_of_a_full_sort(row: NDArray[np.float32], p: Samp
     values = row.astype(np.float64)
     np.testing.assert_array_equal(scaled, ((values - values.max()) / p.temperature)[ids])
     assert choose_token(row, p, 5) == reference_choice(row, p, 5)
+
+
+@settings(deadline=None, max_examples=400)
+@given(rows(), filters | st.just(params(temperature=0.0)), st.integers(0, 7))
+def test_runners_up_are_the_next_of_the_same_values_and_change_no_choice(
+    row: NDArray[np.float32], p: SamplingParams, count: int
+) -> None:
+    before = row.copy()
+    assert ranked_tokens(row, p, 5, runners_up=count) == reference_ranking(row, p, 5)[: 1 + count]
+    assert choose_token(row, p, 5) == reference_ranking(row, p, 5)[0]
+    np.testing.assert_array_equal(row, before)
 
 
 @given(rows(), st.sampled_from([1 - 2**-53, 1 - 2**-50]))
