@@ -18,11 +18,11 @@ from shared.engine.block_pool import BlockPool
 from shared.engine.config import EngineConfig
 from shared.engine.detokenizer import Detokenizer
 from shared.engine.draft_policy import DraftPolicy
-from shared.engine.errors import BadLogits, EngineError, PromptTooLong, SequenceTooLarge, UnknownSequence
+from shared.engine.errors import BadLogits, EngineError, OutOfBlocks, PromptTooLong, SequenceTooLarge, UnknownSequence
 from shared.engine.logit_rules import LogitRules
 from shared.engine.logprobs import token_logprobs
 from shared.engine.runner import ModelRunner
-from shared.engine.sampler import choose_token
+from shared.engine.sampler import ranked_tokens
 from shared.engine.scheduler import Scheduler, Work
 from shared.engine.sequence import Sequence, SequenceStep, StepStats, StopReason
 from shared.engine.verification import extended, usable_drafts, verify
@@ -38,6 +38,9 @@ STEPS_MEASURED = 4
 
 _AHEAD = 1 << 62
 """Sequences that an engine never makes."""
+
+_RUNNERS_UP_KEPT = 64
+"""Positions behind a sequence's end of which the runners-up are remembered."""
 
 _PROMPT_TAIL = 8
 """Ids of the prompt that the detokenizer sees as context of the first output token."""
@@ -96,6 +99,7 @@ class Engine:
         text: bool = True,
         salt: str = "",
         ahead: bool = False,
+        runners_up: int = 0,
     ) -> Sequence:
         """Describe a sequence; it holds nothing yet. `token_ids` is the prompt and the output already known.
 
@@ -103,7 +107,8 @@ class Engine:
         stopped. When it already ends the sequence, `finish_reason` is set and the sequence need not be started.
         `prefill_only` pauses after one sampled token, `pause_after` after that many. `text=False` skips
         detokenization (and stop strings). Only sequences of one `salt` share cached blocks. One that is `ahead` counts
-        as older than all that are not. Raises EngineError (bad ids, id in use), PromptTooLong, SequenceTooLarge.
+        as older than all that are not. Where a token is sampled so many `runners_up` are kept. Raises EngineError (bad
+        ids, id in use), PromptTooLong, SequenceTooLarge.
         """
         if seq_id in self._sequences:
             raise EngineError(f"sequence {seq_id} exists already; release it first")
@@ -135,6 +140,7 @@ class Engine:
             rules=LogitRules.of(params, token_ids[:num_prompt], stop_ids, self.vocab_size),
             stop_ids=stop_ids,
             salt=salt,
+            num_runners_up=runners_up,
         )
         self._replay(sequence, token_ids[num_prompt:])
         self._sequences[seq_id] = sequence
@@ -245,6 +251,7 @@ class Engine:
         sequence.token_ids = list(token_ids[: sequence.num_prompt])
         sequence.finish_reason = None
         sequence.proposal = None
+        sequence.runners_up.clear()
         if sequence.rules is not None:
             sequence.rules.restart()
         self._replay(sequence, token_ids[sequence.num_prompt :])
@@ -252,6 +259,36 @@ class Engine:
         sequence.num_sampled = 0
         sequence.pause_after = pause_after
         self._scheduler.add(sequence)
+
+    def fork(self, sequence: Sequence, seq_id: str, length: int, token_id: int, *, pause_after: int) -> Sequence:
+        """Another sequence: the first `length` tokens of `sequence`, then `token_id`. It holds blocks until it pauses.
+
+        Where prefixes are cached, and the KV of those tokens is computed, it goes on with one row: full blocks are
+        shared, one that is filled in part is copied. Raises EngineError, OutOfBlocks; then nothing is held.
+        """
+        self._check_known(sequence)
+        if sequence.state == "failed" or not sequence.num_prompt <= length <= len(sequence.token_ids):
+            raise EngineError(f"sequence {sequence.seq_id} has no {length} tokens of prompt and output to go on from")
+        fork = self.new_sequence(
+            seq_id,
+            [*sequence.token_ids[:length], token_id],
+            sequence.num_prompt,
+            sequence.params,
+            speculate=sequence.speculate,
+            pause_after=pause_after,
+            text=sequence.detokenizer is not None,
+            salt=sequence.salt,
+            runners_up=sequence.num_runners_up,
+        )
+        try:
+            copied = self._scheduler.fork(sequence, fork, min(len(fork.token_ids) + pause_after, fork.max_length))
+        except OutOfBlocks:
+            del self._sequences[seq_id]
+            raise
+        if copied is not None:
+            self._runner.cache.copy(*copied)
+        fork.state = "admitted"
+        return fork
 
     def pause(self, seq_id: str) -> None:
         """Take the sequence out of the batch before the next step; it keeps its blocks, and `start` lets it go on.
@@ -429,9 +466,13 @@ class Engine:
     def _choose(sequence: Sequence, logits: NDArray[np.float32]) -> int:
         position = len(sequence.token_ids)
         try:
-            return choose_token(logits, sequence.params, position, sequence.rules)
+            ranked = ranked_tokens(logits, sequence.params, position, sequence.rules, sequence.num_runners_up)
         except FloatingPointError as error:
             raise BadLogits(f"sequence {sequence.seq_id}, position {position}: {error}") from error
+        if sequence.num_runners_up:
+            sequence.runners_up[position] = ranked[1:]
+            sequence.runners_up.pop(position - _RUNNERS_UP_KEPT, None)
+        return ranked[0]
 
     def _replay(self, sequence: Sequence, token_ids: list[int]) -> None:
         """Append output tokens that are known already, until one ends the sequence; those after it are dropped."""

@@ -41,6 +41,10 @@ class KVCache:
             # UCX, which knows nothing of torch's stream, may fill the block next.
             torch.cuda.current_stream(self.data.device).synchronize()
 
+    def copy(self, source: int, target: int) -> None:
+        """Give block `target` the contents of block `source`."""
+        self.data[target].copy_(self.data[source])
+
     def buffer(self, block_id: int) -> Any:
         """The block's bytes, writable and without a copy: a uint8 numpy array on CPU, a device tensor on CUDA."""
         flat = self.data[block_id].view(-1).view(torch.uint8)

@@ -118,6 +118,21 @@ class Scheduler:
         owed = sum(self.blocks_for(len(s.token_ids)) for s in self.waiting if not s.block_ids)
         self._take(sequence, tokens, spare=owed)
 
+    def fork(self, source: Sequence, new: Sequence, tokens: int) -> tuple[int, int] | None:
+        """Blocks for `tokens` tokens of `new`, which begins as `source` does: what is full comes from the cache.
+
+        Returns blocks of `source` and `new`, whose contents the caller must copy: the one that what they have in common
+        fills in part. It counts as computed. None where there is no such block. Raises OutOfBlocks.
+        """
+        new.block_keys = source.block_keys[: (len(new.token_ids) - 1) // self._block_tokens]
+        self.admit(new, tokens)
+        kept = min(source.num_computed, len(new.token_ids) - 1)
+        block = kept // self._block_tokens
+        if new.num_computed >= kept or new.num_computed // self._block_tokens != block:
+            return None
+        new.num_computed = kept
+        return source.block_ids[block], new.block_ids[block]
+
     def commit(self, sequence: Sequence) -> None:
         """`num_computed` has grown: the blocks that it filled are final, and others may have them from now on.
 

@@ -24,7 +24,8 @@ class Sequence:
     many tokens were sampled since it started. It ends with `length` at `max_length` tokens in all. `proposal` is the
     newest drafted run: (absolute position, token ids), `proposer` who guessed its next token, `acceptance` what became
     of the drafts so far. While `pins` is not 0 it keeps its blocks. `rules`, if the request has any, know every output
-    token in `token_ids`; one of `stop_ids` ends the sequence.
+    token in `token_ids`; one of `stop_ids` ends the sequence. `runners_up` has, by the position of a token that was
+    sampled lately, up to `num_runners_up` others that were next-likeliest there, the likeliest first.
 
     The first `num_committed` blocks are full, final and read only: others may hold them too, found by `block_keys`,
     which mix in the `salt`. The KV of `num_cached` tokens came from the prefix cache and was never computed here; what
@@ -59,6 +60,8 @@ class Sequence:
     proposer: str = ""
     acceptance: Acceptance = field(default_factory=Acceptance)
     finish_reason: StopReason | None = None
+    num_runners_up: int = 0
+    runners_up: dict[int, list[int]] = field(default_factory=dict)
 
     @property
     def num_pending(self) -> int:

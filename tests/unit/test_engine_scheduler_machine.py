@@ -138,6 +138,37 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.world.add(s)
         self.seen.add("rewound into a shared block" if shared else "rewound")
 
+    @precondition(lambda self: len(self.world.sequences) < MOST_SEQUENCES)
+    @rule(data=st.data(), part=st.floats(0, 1), token=st.integers(0, 2), more=st.integers(1, 9))
+    def fork(self, data: st.DataObject, part: float, token: int, more: int) -> None:
+        """As the engine does it for a drafter's second thoughts."""
+        source = self.some(data, "paused", "finished", *STARTED)
+        if source is None:
+            return
+        kept = source.num_prompt + round(part * (len(source.token_ids) - source.num_prompt))
+        new = sequence(self.arrivals, [*source.token_ids[:kept], token], more + 1, salt=source.salt)
+        if len(new.token_ids) + more > BLOCKS * BLOCK_TOKENS:
+            return
+        self.arrivals += 1
+        free = self.world.pool.num_free
+        try:
+            copied = self.world.scheduler.fork(source, new, len(new.token_ids) + more)
+        except OutOfBlocks:
+            assert not new.block_ids
+            assert self.world.pool.num_free == free
+            return
+        if copied is not None:
+            for slot in range(BLOCK_TOKENS):
+                if (copied[0], slot) in self.world.memory:
+                    self.world.memory[copied[1], slot] = self.world.memory[copied[0], slot]
+            self.seen.add("forked within a block")
+        computed = min(source.num_computed, kept)
+        keys = source.block_keys[: computed // BLOCK_TOKENS]
+        # A failed one may have disowned a block that others hold too.
+        assert new.num_computed >= computed or len(self.world.pool.lookup(keys)) < len(keys)
+        new.state = "admitted"
+        self.world.sequences.append(new)
+
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
         """Its logits were no numbers: nothing that it computed may be found."""
@@ -246,4 +277,5 @@ def test_ten_thousand_random_operations_lose_no_block_and_share_only_what_is_fin
         "evicted",
         "drafted",
         "rewound",
+        "forked within a block",
     }
