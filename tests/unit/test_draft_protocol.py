@@ -6,6 +6,8 @@ import msgspec
 import pytest
 
 from shared.protocol.drafts import (
+    MAX_ALTERNATIVE_TOKENS,
+    MAX_ALTERNATIVES,
     MAX_CONTEXT_TOKENS,
     MAX_DRAFT_BYTES,
     MAX_PROPOSAL_TOKENS,
@@ -28,7 +30,15 @@ def test_the_largest_messages_fit() -> None:
         "r" * 256, "t" * 256, 0, [LARGEST_ID] * MAX_CONTEXT_TOKENS, "i" * 256, 64, LARGEST_ID, params, "s" * 256
     )
     assert decode_context(encode_draft(context)) == context
-    proposal = Proposal("r" * 256, 5, [LARGEST_ID] * MAX_PROPOSAL_TOKENS, "p" * 256, [0.5] * MAX_PROPOSAL_TOKENS)
+    proposal = Proposal(
+        "r" * 256,
+        LARGEST_ID,
+        [LARGEST_ID] * MAX_PROPOSAL_TOKENS,
+        "p" * 256,
+        [0.5] * MAX_PROPOSAL_TOKENS,
+        True,
+        [[LARGEST_ID] * MAX_ALTERNATIVE_TOKENS] * MAX_ALTERNATIVES,
+    )
     proposals = Proposals([proposal] * MAX_PROPOSALS)
     assert decode_proposals(encode_draft(proposals)) == proposals
 
@@ -55,6 +65,11 @@ def test_a_context_beyond_the_limits_is_not_read(context: DraftContext) -> None:
         [Proposal("r", 0, [1] * (MAX_PROPOSAL_TOKENS + 1))],
         [Proposal("r", 0, [-3])],
         [Proposal("r", 0, [1], confidence=[0.5] * (MAX_PROPOSAL_TOKENS + 1))],
+        [Proposal("r", 0, [1], alternatives=[[2]] * (MAX_ALTERNATIVES + 1))],
+        [Proposal("r", 0, [1], alternatives=[[2] * (MAX_ALTERNATIVE_TOKENS + 1)])],
+        [Proposal("r", 0, [1], alternatives=[[-3]])],
+        [Proposal("r", 0, [1], alternatives=[["a"]])],  # type: ignore[list-item]
+        [Proposal("r", 0, [1], alternatives=[2])],  # type: ignore[list-item]
     ],
 )
 def test_proposals_beyond_the_limits_are_not_read(items: list[Proposal]) -> None:
