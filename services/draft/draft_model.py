@@ -1,15 +1,17 @@
 """A smaller model as proposer: same engine, same sampling noise, always on its way ahead of what decode has confirmed.
 
-Each step of its engine serves all sequences that are less than wanted ahead, of all decode workers.
+Each step of its engine serves all sequences that are less than wanted ahead, of all decode workers. From the first
+token that decode does not know it goes on in several ways: so one is there, too, where its first choice was wrong.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import structlog
@@ -30,15 +32,21 @@ HEALTH_CHECK_S = 1.0
 HUNG_AFTER = 3
 """A step that takes this many times `stall_s` never ends."""
 
+ALTERNATIVE_TOKENS = 3
+"""Guessed behind the first token of an alternative: about as many as a step of decode verifies."""
+
 log = structlog.get_logger(__name__)
 
 
 class DraftModel:
     """The draft model in its engine thread, as the service speaks to it. Importing this module loads torch."""
 
-    def __init__(self, host: EngineHost, max_sequences: int) -> None:
+    def __init__(self, host: EngineHost, max_sequences: int, alternatives: int) -> None:
         self._host = host
-        self._drafter = Drafter(max_sequences)
+        self._drafter = Drafter(max_sequences, alternatives)
+        self._on_drafted: Callable[[list[Drafted]], None] = lambda drafted: None
+        self._from_steps: deque[list[Drafted]] = deque()
+        """What each step brought, on its way from the engine's thread to the event loop."""
 
     @classmethod
     async def load(cls, settings: DraftSettings, name: str, target: ModelFiles, metrics: EngineMetrics) -> DraftModel:
@@ -51,7 +59,7 @@ class DraftModel:
             raise StartupError(f"draft model {name}: {error}") from error
         require_same_vocabulary(target, host.model)
         host.start()
-        return cls(host, settings.max_sequences)
+        return cls(host, settings.max_sequences, settings.draft_alternatives)
 
     @property
     def name(self) -> str:
@@ -60,19 +68,30 @@ class DraftModel:
     def listen(self, on_drafted: Callable[[list[Drafted]], None]) -> None:
         """Call back on the event loop after each step that sampled anything."""
 
+        def after_step(engine: Engine, steps: list[SequenceStep]) -> None:
+            self._from_steps.append(self._drafter.after_step(engine, steps))
+
         def on_steps(steps: list[SequenceStep], stats: StepStats) -> None:
-            drafted = [Drafted(step.seq_id, step.first_index, step.new_ids) for step in steps if step.new_ids]
-            if drafted:
+            # One step's at a time: what the next brought may belong behind the answer to a wish between the two.
+            if drafted := self._from_steps.popleft():
                 on_drafted(drafted)
 
+        self._on_drafted = on_drafted
+        self._host.async_engine.after_step = after_step
         self._host.listen(on_steps)
 
     def tell(self, wishes: list[Wish], granted: Callable[[list[Wish]], None]) -> None:
         """The newest wishes, the most urgent first. `granted` is called with those that cannot be fulfilled, behind
         all that was drafted before."""
         refused: list[Wish] = []
+
+        def answer() -> None:
+            granted(refused)
+            self._on_drafted(taken_up)
+
+        taken_up: list[Drafted] = []
         self._host.async_engine.post(
-            lambda engine: refused.extend(self._drafter.take(engine, wishes)), lambda: granted(refused)
+            lambda engine: refused.extend(self._drafter.take(engine, wishes, taken_up.append)), answer
         )
 
     def forget(self, request_id: str) -> None:
@@ -99,33 +118,47 @@ class DraftModel:
 
 @dataclass
 class _Drafting:
-    """One sequence of the draft model. The first `confirmed` of `tokens` were compared with the sequence's own."""
+    """One sequence of decode's. The first `confirmed` of `tokens` were compared with those of the model's `sequence`.
 
+    `forks` have another token than that one there, the likeliest first; once they were made it has `forked`.
+    """
+
+    request_id: str
     tokens: list[int]
     sequence: Sequence
     confirmed: int
+    ahead: int
+    forks: list[Sequence] = field(default_factory=list)
+    forked: bool = False
 
 
 class Drafter:
     """Runs in the engine thread; owner of the draft model's sequences, whose KV is rebuilt from tokens when missing.
 
-    A sequence that is as far ahead as wanted is paused and keeps its blocks; when blocks are short those that were not
-    asked about for longest give up theirs.
+    A sequence that is as far ahead as wanted is paused and keeps its blocks; when blocks are short the forks go, then
+    those that were not asked about for longest give up theirs.
     """
 
-    def __init__(self, max_sequences: int) -> None:
+    def __init__(self, max_sequences: int, alternatives: int = 0) -> None:
         self._max_sequences = max_sequences
+        self._alternatives = alternatives
         self._drafting: OrderedDict[str, _Drafting] = OrderedDict()
+        self._names = itertools.count()
+        self._of_sequence: dict[str, _Drafting] = {}
+        """Whose each sequence of the engine is, forks included."""
 
-    def take(self, engine: Engine, wishes: list[Wish]) -> list[Wish]:
-        """Let each sequence go on from its own guess where that agrees, else from what is confirmed.
+    def take(
+        self, engine: Engine, wishes: list[Wish], on_taken_up: Callable[[Drafted], None] = lambda drafted: None
+    ) -> list[Wish]:
+        """Let each sequence go on from a guess that agrees with what is confirmed, else from that.
 
-        Returns the wishes that cannot be fulfilled: longer than the model's context or its cache, say.
+        Returns the wishes that cannot be fulfilled: longer than the model's context or its cache, say. Where it is
+        an alternative `on_taken_up` hears what follows the confirmed tokens in it.
         """
         refused: list[Wish] = []
         for wish in wishes:
             try:
-                self._take(engine, wish)
+                self._take(engine, wish, on_taken_up)
             except EngineError as error:
                 log.info("draft_left_out", request_id=wish.request_id, reason=str(error))
                 self.forget(engine, wish.request_id)
@@ -135,26 +168,75 @@ class Drafter:
                 self.forget(engine, wish.request_id)
                 refused.append(wish)
         self._make_room(engine)
+        for wish in wishes:
+            drafting = self._drafting.get(wish.request_id)
+            if drafting is not None and wish.ahead:
+                self._fork(engine, drafting)
         return refused
+
+    def after_step(self, engine: Engine, steps: list[SequenceStep]) -> list[Drafted]:
+        """What the step brought: tokens, and alternatives where these are complete or there are tokens to tell too."""
+        drafted: list[Drafted] = []
+        grown: dict[str, _Drafting] = {}
+        for step in steps:
+            drafting = self._of_sequence.get(step.seq_id)
+            if drafting is None or not step.new_ids:
+                continue
+            grown[drafting.request_id] = drafting
+            if step.seq_id == drafting.sequence.seq_id:
+                drafted.append(Drafted(drafting.request_id, step.first_index, step.new_ids))
+        told = {item.request_id for item in drafted}
+        for request_id, drafting in grown.items():
+            self._fork(engine, drafting)
+            complete = not any(fork.state in ("running", "waiting") for fork in drafting.forks)
+            found = [fork.token_ids[drafting.confirmed :] for fork in drafting.forks]
+            alternatives = [tokens for tokens in found if len(tokens) > 1]
+            if alternatives and (complete or request_id in told):
+                first_index = drafting.confirmed - drafting.sequence.num_prompt
+                drafted.append(Drafted(request_id, first_index, [], alternatives))
+        return drafted
 
     def forget(self, engine: Engine, request_id: str) -> None:
         """Give the sequence's blocks back. Unknown ids are ignored."""
-        if self._drafting.pop(request_id, None) is not None:
-            engine.release(request_id)
+        drafting = self._drafting.pop(request_id, None)
+        if drafting is not None:
+            self._drop_forks(engine, drafting)
+            self._release(engine, drafting.sequence)
 
-    def _take(self, engine: Engine, wish: Wish) -> None:
+    def _take(self, engine: Engine, wish: Wish, on_taken_up: Callable[[Drafted], None]) -> None:
         """Raises EngineError."""
         drafting = self._drafting.get(wish.request_id)
         if drafting is not None and drafting.tokens is not wish.tokens:  # it began anew, maybe with another prompt
             self.forget(engine, wish.request_id)
             drafting = None
         if wish.ahead == 0:
-            engine.pause(wish.request_id)
+            if drafting is not None:
+                engine.pause(drafting.sequence.seq_id)
+                self._drop_forks(engine, drafting)
         elif drafting is None:
             self._begin(engine, wish)
         else:
             self._drafting.move_to_end(wish.request_id)
+            taken_up = self._take_up(engine, drafting, wish)
             self._go_on(engine, drafting, wish)
+            behind = drafting.sequence.token_ids[wish.confirmed :]
+            if taken_up and behind:
+                on_taken_up(Drafted(wish.request_id, wish.confirmed - wish.num_prompt, behind))
+
+    def _take_up(self, engine: Engine, drafting: _Drafting, wish: Wish) -> bool:
+        """Go on with the fork that has the token which came, where the sequence has another."""
+        at = drafting.confirmed
+        if wish.confirmed == at:
+            return False
+        forks = drafting.forks
+        usable = [f for f in forks if f.token_ids[at] == wish.tokens[at] and f.state not in ("failed", "released")]
+        if usable:
+            forks.remove(usable[0])
+            forks.append(drafting.sequence)
+            drafting.sequence = usable[0]
+        self._drop_forks(engine, drafting)
+        drafting.forked = False
+        return bool(usable)
 
     def _go_on(self, engine: Engine, drafting: _Drafting, wish: Wish) -> None:
         sequence = drafting.sequence
@@ -169,7 +251,7 @@ class Drafter:
             missing = wish.confirmed + wish.ahead - len(sequence.token_ids)
             if missing > 0:
                 engine.start(sequence, pause_after=missing)
-        drafting.confirmed = wish.confirmed
+        drafting.confirmed, drafting.ahead = wish.confirmed, wish.ahead
 
     def _begin(self, engine: Engine, wish: Wish) -> None:
         while len(self._drafting) >= self._max_sequences:
@@ -184,16 +266,58 @@ class Drafter:
             pause_after=wish.ahead,
             text=False,
             salt=wish.salt or f"\0{wish.request_id}",  # without a salt nobody says whose it is: nothing is shared
+            runners_up=self._alternatives,
         )
-        self._drafting[wish.request_id] = _Drafting(wish.tokens, sequence, wish.confirmed)
+        drafting = _Drafting(wish.request_id, wish.tokens, sequence, wish.confirmed, wish.ahead)
+        self._drafting[wish.request_id] = self._of_sequence[sequence.seq_id] = drafting
         _require_all(sequence, wish)
         engine.start(sequence)
 
+    def _fork(self, engine: Engine, drafting: _Drafting) -> None:
+        """Once the first unknown token is guessed, go on from the next-likeliest ones too, where there is room."""
+        tokens = drafting.sequence.runners_up.get(drafting.confirmed)
+        if tokens is None or drafting.forked:
+            return
+        drafting.forked = True
+        count = min(ALTERNATIVE_TOKENS, drafting.ahead - 1)
+        for token in tokens if count else []:
+            if engine.num_running + engine.num_waiting >= engine.config.max_running:
+                return
+            name = f"{drafting.request_id}\0{next(self._names)}"
+            try:
+                fork = engine.fork(drafting.sequence, name, drafting.confirmed, token, pause_after=count)
+            except EngineError:  # no room
+                return
+            if fork.num_pending > 1:  # nothing is cached: all of the text would be computed again
+                engine.release(name)
+                return
+            if fork.finish_reason is not None:
+                engine.release(name)
+                continue
+            engine.start(fork)
+            drafting.forks.append(fork)
+            self._of_sequence[name] = drafting
+
+    def _drop_forks(self, engine: Engine, drafting: _Drafting) -> None:
+        for fork in drafting.forks:
+            self._release(engine, fork)
+        drafting.forks = []
+
+    def _release(self, engine: Engine, sequence: Sequence) -> None:
+        self._of_sequence.pop(sequence.seq_id, None)
+        engine.release(sequence.seq_id)
+
     def _make_room(self, engine: Engine) -> None:
-        """Blocks for what the running sequences are about to compute, from those that rest, the oldest first."""
+        """Room for what the running sequences are about to compute, from forks, then from those that rest, the oldest
+        first."""
         active = set(engine.active_ids())
-        missing = sum(_missing_blocks(engine, d.sequence) for name, d in self._drafting.items() if name in active)
-        for request_id in [name for name in self._drafting if name not in active]:
+        running = [d.sequence for d in self._drafting.values() if d.sequence.seq_id in active]
+        missing = sum(_missing_blocks(engine, sequence) for sequence in running)
+        for drafting in self._drafting.values():
+            crowded = engine.num_running + engine.num_waiting > engine.config.max_running
+            if crowded or missing > engine.pool.num_free or any(fork.preemptions for fork in drafting.forks):
+                self._drop_forks(engine, drafting)
+        for request_id in [name for name, d in self._drafting.items() if d.sequence.seq_id not in active]:
             if missing <= engine.pool.num_free:
                 return
             self.forget(engine, request_id)

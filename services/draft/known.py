@@ -24,8 +24,8 @@ READ_TOKENS = 256
 LEAST = 0.3
 """A model that is right more seldom than this is not asked until its failures have faded.
 
-Its guess is there in time only where the one before was right too: it helps with about the square of this, and its
-steps take memory bandwidth from decode's.
+Its guess is there in time only where the one before, or an alternative to it, was right too: it helps with about the
+square of this, and its steps take memory bandwidth from decode's.
 """
 
 
@@ -77,8 +77,15 @@ class KnownSequence:
         self._sent_by = ""
         self._has_model = with_model and context.params is not None and context.num_prompt > 0
         self._record = _Record()
+        self._told_record = _Record()
+        """The same, where an alternative that came true is as good as the first choice."""
         self._drafted: list[int] = []
         """The draft model's tokens beyond those known, as far as they were not refuted."""
+        self._alternatives: Sequence[list[int]] = ()
+        """What the draft model guesses should the first of `_drafted` be wrong, from the same position on."""
+        self._alternatives_told = True
+        self.alternative_came = False
+        """Whether the first token of the newest context was one of those, and not the draft model's first choice."""
         self._refuted_at: int | None = 0
         """The model goes on from something else until it has heard of the first so many tokens. It knows none yet."""
 
@@ -97,8 +104,14 @@ class KnownSequence:
         self._record.add(agreed, agreed < min(len(self._drafted), len(new_ids)), len(new_ids))
         if agreed < min(len(self._drafted), len(new_ids)):
             self._refuted_at = len(self.token_ids) + len(new_ids)
-        self._drafted = _rest(self._drafted, new_ids)
+        came = self._alternative(new_ids) if agreed == 0 else None
+        self.alternative_came = came is not None
+        told = came or self._drafted
+        agreed = _common(told, new_ids)
+        self._told_record.add(agreed, agreed < min(len(told), len(new_ids)), len(new_ids))
+        self._drafted = _rest(told, new_ids)
         if new_ids:
+            self._alternatives = ()
             compared = min(len(self._looked_up), len(new_ids))
             self._came_true = 0 < compared == _common(self._looked_up, new_ids)
             self._looked_up = _rest(self._looked_up, new_ids)
@@ -106,6 +119,8 @@ class KnownSequence:
         self._sent = _rest(self._sent, new_ids) if len(new_ids) > 1 else []
         self.token_ids += new_ids
         self._chooser.extend(new_ids)
+        if came is not None:
+            self._offer(len(self.token_ids) - len(new_ids), came)
 
     @property
     def all_read(self) -> bool:
@@ -142,6 +157,7 @@ class KnownSequence:
         """The draft model has heard of the wish: what it says from now on goes on from those tokens."""
         if wish.tokens is self.token_ids and self._refuted_at is not None and wish.confirmed >= self._refuted_at:
             self._refuted_at = None
+            self._drafted = []  # an alternative's rest: the model tells it, if that is what it goes on from
 
     def refused(self, wish: Wish) -> None:
         """The draft model cannot take this sequence."""
@@ -155,16 +171,23 @@ class KnownSequence:
         start = self.num_prompt + output_index
         late = self.token_ids[start : start + len(token_ids)]
         agreed = _common(token_ids, late)
-        self._record.add(agreed, agreed < len(late), 0)
+        for record in (self._record, self._told_record):
+            record.add(agreed, agreed < len(late), 0)
         if agreed < len(late):
             self._refuted_at = len(self.token_ids)
             return 0
         if start + len(late) != len(self.token_ids) + len(self._drafted):
             return 0
         self._drafted += token_ids[len(late) :]
-        confidence = (self._record.rate,) * len(token_ids)
-        self._chooser.offer(Guess(start, tuple(token_ids), confidence, DRAFT_MODEL))
+        self._offer(start, token_ids)
         return len(token_ids) - len(late)
+
+    def drafted_otherwise(self, output_index: int, alternatives: Sequence[list[int]]) -> bool:
+        """The draft model told all that it guesses should that token be another; returns whether it may still be."""
+        if self._refuted_at is not None or self.num_prompt + output_index != len(self.token_ids):
+            return False
+        self._alternatives, self._alternatives_told = alternatives, False
+        return True
 
     def proposal(self) -> Proposal | None:
         """What decode should be told now: the best guess, if it says more than decode was told before.
@@ -176,15 +199,25 @@ class KnownSequence:
         if best is None:
             return None
         tokens = list(best.token_ids)
-        if best.proposer == self._sent_by and self._sent[: len(tokens)] == tokens:
+        alternatives = list(self._alternatives) if best.proposer == DRAFT_MODEL else []
+        news = alternatives and not self._alternatives_told
+        if not news and best.proposer == self._sent_by and self._sent[: len(tokens)] == tokens:
             return None
         self._sent, self._sent_by = tokens, best.proposer
-        return Proposal(
-            self.request_id, best.start, tokens, best.proposer, [round(chance, 3) for chance in best.confidence]
-        )
+        self._alternatives_told = self._alternatives_told or bool(alternatives)
+        confidence = [round(chance, 3) for chance in best.confidence]
+        return Proposal(self.request_id, best.start, tokens, best.proposer, confidence, alternatives=alternatives)
+
+    def _offer(self, start: int, token_ids: list[int]) -> None:
+        confidence = (self._record.rate,) * len(token_ids)
+        self._chooser.offer(Guess(start, tuple(token_ids), confidence, DRAFT_MODEL))
+
+    def _alternative(self, new_ids: list[int]) -> list[int] | None:
+        """The alternative whose first token came."""
+        return next((guess for guess in self._alternatives if guess[:1] == new_ids[:1]), None)
 
     def _model_pays(self) -> bool:
-        if not self.wanted or self._record.rate < LEAST:
+        if not self.wanted or self._told_record.rate < LEAST:
             return False
         best = self._chooser.best(self.wanted)
         if best is None or best.proposer == DRAFT_MODEL or not self._came_true:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -57,11 +57,15 @@ log = structlog.get_logger(__name__)
 
 
 class Drafted(NamedTuple):
-    """Tokens `first_index ..` of a sequence's output, as the draft model guesses them."""
+    """Tokens `first_index ..` of a sequence's output, as the draft model guesses them.
+
+    Or what it guesses should the token there be another than it thinks: all such `alternatives`, as far as they are.
+    """
 
     request_id: str
     first_index: int
     token_ids: list[int]
+    alternatives: Sequence[list[int]] = ()
 
 
 class Model(Protocol):
@@ -217,11 +221,14 @@ class DraftService:
             served.known.extend(context)
         finally:
             self._num_tokens += len(served.known.token_ids) - before
+        self._metrics.alternatives_used.inc(served.known.alternative_came)
 
     def _on_drafted(self, drafted: list[Drafted]) -> None:
-        for request_id, first_index, token_ids in drafted:
+        for request_id, first_index, token_ids, alternatives in drafted:
             self._metrics.model_tokens.inc(len(token_ids))
             served = self._served.get(request_id)
+            if served is not None and alternatives and served.known.drafted_otherwise(first_index, alternatives):
+                self._guessed[request_id] = None
             usable = served.known.drafted(first_index, token_ids) if served is not None else 0
             self._metrics.model_tokens_wasted.inc(len(token_ids) - usable)
             if usable:

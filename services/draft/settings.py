@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from shared.protocol.drafts import MAX_PROPOSAL_TOKENS
+from shared.protocol.drafts import MAX_ALTERNATIVES, MAX_PROPOSAL_TOKENS
 from shared.settings import EngineSettings
 
 
@@ -32,5 +32,8 @@ class DraftSettings(EngineSettings):
     )
     max_proposal_tokens: int = Field(
         33, ge=1, le=MAX_PROPOSAL_TOKENS, description="No guess reaches further beyond what decode has told"
+    )
+    draft_alternatives: int = Field(
+        3, ge=0, le=MAX_ALTERNATIVES, description="Next-likeliest first tokens from which the draft model goes on too"
     )
     kv_memory_gib: float = Field(0.25, gt=0, description="Memory of the draft model's KV cache in GiB")

@@ -332,6 +332,11 @@ class DraftMetrics:
             "Those that were refuted, or decided otherwise, before decode could hear of them",
             registry=registry,
         )
+        self.alternatives_used = Counter(
+            "headrace_draft_alternatives_used",
+            "Wrong guesses of the draft model for which it had told how the right token goes on",
+            registry=registry,
+        )
         self.model_rests = Counter(
             "headrace_draft_model_rests",
             "Contexts for which the draft model was not asked, as another's guess was thought as good",

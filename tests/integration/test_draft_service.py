@@ -129,6 +129,8 @@ class Decode:
         self.messages = 0
         self.guesses: dict[str, dict[str, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
         """By request and proposer."""
+        self.alternatives: dict[str, list[list[int]]] = {}
+        """By request, the newest."""
         self.resend: set[str] = set()
 
     async def open(self) -> Decode:
@@ -163,6 +165,8 @@ class Decode:
             else:
                 guesses = self.guesses[proposal.request_id][proposal.proposer]
                 guesses.update(enumerate(proposal.token_ids, proposal.start))
+                if proposal.alternatives:
+                    self.alternatives[proposal.request_id] = proposal.alternatives
 
     async def send(self, context: DraftContext) -> None:
         await self._bus.client.publish(self._subject, encode_draft(context))
@@ -259,6 +263,27 @@ async def test_a_wrong_guess_is_taken_back(bus: Bus, twin: Drafter, engine: Engi
     await decode.until_guessed("wrong", len(prompt), said[:WANTED])
     await decode.grow("wrong", len(prompt), other)
     await decode.until_guessed("wrong", len(prompt) + 3, goes_on[:WANTED])
+
+
+async def test_alternatives_are_told_and_gone_on_with_when_they_come_true(
+    bus: Bus, twin: Drafter, engine: Engine
+) -> None:
+    prompt, params = strange(16), sampled(LENGTH, seed=9, top_p=1.0)
+    decode = await Decode(bus, twin).open()
+    await decode.begin("otherwise", prompt, params)
+    text = list(prompt)
+    for _ in range(3):
+
+        async def complete() -> bool:
+            return [len(guess) for guess in decode.alternatives.get("otherwise", [])] == [4, 4, 4]
+
+        await eventually(complete, within_s=30)
+        came = decode.alternatives.pop("otherwise")[1]
+        goes_on = answer(engine, [*text, came[0]], params)
+        assert came[1:] == goes_on[:3]
+        await decode.grow("otherwise", len(text), came[:1])
+        text.append(came[0])
+        await decode.until_guessed("otherwise", len(text), goes_on[:WANTED])
 
 
 async def test_after_a_burst_of_contexts_the_newest_is_answered(bus: Bus, twin: Drafter, engine: Engine) -> None:

@@ -141,6 +141,80 @@ def test_a_late_guess_that_is_wrong_refutes_what_follows() -> None:
     assert sequence.drafted(2, [4]) == 1
 
 
+def test_alternatives_are_told_with_the_models_guess() -> None:
+    sequence = known(STRANGE)
+    asked(sequence)
+    sequence.drafted(0, [1, 2])
+    assert sequence.proposal().alternatives == []  # type: ignore[union-attr]
+    assert sequence.drafted_otherwise(0, [[5, 6], [7, 8]])
+    proposal = sequence.proposal()
+    assert told(proposal) == (20, [1, 2], DRAFT_MODEL)
+    assert proposal.alternatives == [[5, 6], [7, 8]]  # type: ignore[union-attr]
+    assert sequence.proposal() is None
+    sequence.drafted(2, [3])
+    assert sequence.proposal().alternatives == [[5, 6], [7, 8]]  # type: ignore[union-attr]
+    grow(sequence, [1])
+    assert not sequence.alternative_came
+    assert told(sequence.proposal()) == (21, [2, 3], DRAFT_MODEL)
+
+
+def test_an_alternative_that_came_true_is_the_guess() -> None:
+    sequence = known(STRANGE)
+    asked(sequence)
+    sequence.drafted(0, [1, 2])
+    sequence.drafted_otherwise(0, [[5, 6], [7, 8, 9, 10]])
+    grow(sequence, [7, 8])
+    assert sequence.alternative_came
+    proposal = sequence.proposal()
+    assert told(proposal) == (22, [9, 10], DRAFT_MODEL)
+    assert proposal.alternatives == []  # type: ignore[union-attr]
+    assert sequence.drafted(2, [3]) == 0  # behind the 1 that was wrong
+    assert not sequence.drafted_otherwise(0, [[5, 6, 7], [7, 8, 9, 10]])
+    asked(sequence)
+    assert sequence.drafted(2, [9, 10]) == 2  # what it goes on from
+    assert sequence.proposal() is None
+    assert sequence.drafted(4, [11]) == 1
+    assert told(sequence.proposal()) == (22, [9, 10, 11], DRAFT_MODEL)
+    grow(sequence, [9])
+    assert not sequence.alternative_came
+
+
+def test_a_model_that_could_not_go_on_from_an_alternative_is_heard_all_the_same() -> None:
+    sequence = known(STRANGE)
+    asked(sequence)
+    sequence.drafted(0, [1, 2])
+    sequence.drafted_otherwise(0, [[7, 8, 9]])
+    grow(sequence, [7])
+    asked(sequence)
+    assert sequence.drafted(1, [8]) == 1
+    assert sequence.drafted(2, [9]) == 1
+    assert told(sequence.proposal()) == (21, [8, 9], DRAFT_MODEL)
+
+
+def test_alternatives_of_a_position_that_is_decided_are_not_told() -> None:
+    sequence = known(STRANGE)
+    asked(sequence)
+    sequence.drafted(0, [1, 2, 3])
+    sequence.drafted_otherwise(0, [[5, 6], [7, 8]])
+    grow(sequence, [1])
+    assert not sequence.drafted_otherwise(0, [[5, 6, 7], [7, 8, 9]])
+    assert sequence.proposal().alternatives == []  # type: ignore[union-attr]
+    assert sequence.drafted_otherwise(1, [[4, 4]])
+    grow(sequence, [9])
+    assert sequence.proposal() is None
+
+
+def test_alternatives_to_a_guess_that_is_not_told_are_not_told() -> None:
+    sequence = known([1, 2, 3, 4, 5, 1, 2, 3])
+    asked(sequence)
+    sequence.drafted(0, [9])
+    sequence.drafted_otherwise(0, [[7, 8]])
+    proposal = sequence.proposal()
+    assert told(proposal) == (8, [4, 5, 1, 2, 3, 4], PROMPT_LOOKUP)
+    assert proposal.alternatives == []  # type: ignore[union-attr]
+    assert sequence.proposal() is None
+
+
 def test_lookups_guess_where_text_repeats_and_the_model_rests() -> None:
     rng = random.Random(3)
     text = [rng.randrange(5000) for _ in range(200)]
@@ -187,6 +261,16 @@ def test_a_model_that_is_always_wrong_rests_until_that_is_long_ago() -> None:
             sequence.drafted(len(sequence.token_ids) - 20, [1])
         grow(sequence, [token])
     assert 10 < count < 80
+
+
+def test_a_model_whose_alternatives_come_true_is_asked_on() -> None:
+    sequence = known(STRANGE)
+    for token in range(2000, 2050):
+        assert asked(sequence).ahead == 6
+        index = len(sequence.token_ids) - 20
+        sequence.drafted(index, [1, 2])
+        sequence.drafted_otherwise(index, [[token, 3]])
+        grow(sequence, [token])
 
 
 def test_recent_outputs_of_the_tenant_are_proposed() -> None:

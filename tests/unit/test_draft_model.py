@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from services.draft.draft_model import Drafter, _dtype
+from services.draft.draft_model import ALTERNATIVE_TOKENS, Drafter, _dtype
 from services.draft.known import Wish
+from services.draft.service import Drafted
 from services.draft.settings import DraftSettings
 from shared.engine import Engine, Sequence
 from shared.engine.batch import SequenceRows
@@ -252,6 +253,162 @@ def test_one_batch_serves_all_that_are_behind(target: Engine, engine: Engine) ->
     drain(engine)
     for n in range(5):
         assert engine._sequences[f"s{n}"].token_ids == tokens[: len(PROMPT) + n + 6]
+
+
+# Alternatives
+
+
+def told(drafter: Drafter, engine: Engine) -> list[Drafted]:
+    """What is said of all sequences until they are as far ahead as wanted."""
+    said: list[Drafted] = []
+    while engine.has_work:
+        said += drafter.after_step(engine, engine.step())
+    return said
+
+
+def alternatives(said: list[Drafted]) -> list[list[int]]:
+    """The newest ones."""
+    return [list(item.alternatives) for item in said if item.alternatives][-1]
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "sampled with penalties and bias"])
+def test_each_alternative_goes_on_as_the_text_with_its_first_token_does(
+    target: Engine, engine: Engine, kind: str
+) -> None:
+    params = PARAMS[kind]
+    said = answer(target, PROMPT, params)
+    drafter = Drafter(4, alternatives=3)
+    drafter.take(engine, [wish(list(PROMPT), len(PROMPT), 7, params)])
+    brought = told(drafter, engine)
+    assert [token for item in brought for token in item.token_ids] == said[:7]
+    found = alternatives(brought)
+    assert len({said[0], *(guess[0] for guess in found)}) == 4
+    for guess in found:
+        other = target.new_sequence("other", [*PROMPT, guess[0]], len(PROMPT), params, pause_after=ALTERNATIVE_TOKENS)
+        target.start(other)
+        drain(target)
+        assert other.token_ids == [*PROMPT, *guess]
+        target.release("other")
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "sampled with penalties and bias"])
+@pytest.mark.parametrize("place", [0, 2])
+def test_an_alternative_that_comes_true_is_gone_on_with_and_not_computed_again(
+    engine: Engine, kind: str, place: int
+) -> None:
+    params = PARAMS[kind]
+    drafter = Drafter(4, alternatives=3)
+    drafter.take(engine, [wish(tokens := list(PROMPT), len(PROMPT), 7, params)])
+    first, *rest = alternatives(told(drafter, engine))[place]
+    tokens.append(first)
+    taken_up: list[Drafted] = []
+    counting = Counting(engine)
+    assert drafter.take(engine, [wish(tokens, len(tokens), 7, params)], taken_up.append) == []
+    assert taken_up == [Drafted("a", 1, rest)]
+    brought = told(drafter, engine)
+    goes_on = [*rest, *(token for item in brought for token in item.token_ids)]
+    assert {item.request_id for item in brought} == {"a"}
+    # Its last token and the next ones but the last, and three new alternatives without their last tokens.
+    assert counting.tokens == 7 - len(rest) + 3 * ALTERNATIVE_TOKENS
+    fresh = Drafter(4)
+    fresh.take(engine, [wish(list(tokens), len(tokens), 7, params, name="fresh", num_prompt=len(PROMPT))])
+    assert drafts(engine, "fresh") == [*tokens, *goes_on]
+    for other in (drafter, fresh):
+        for name in ("a", "fresh"):
+            other.forget(engine, name)
+    assert engine.pool.num_used == 0
+    assert not engine._sequences
+    assert not drafter._of_sequence
+
+
+def test_what_follows_in_an_alternative_may_be_wrong_too(target: Engine, engine: Engine) -> None:
+    params = sampled(LENGTH, seed=5)
+    drafter = Drafter(4, alternatives=3)
+    drafter.take(engine, [wish(tokens := list(PROMPT), len(PROMPT), 7, params)])
+    first, second, *_ = alternatives(told(drafter, engine))[0]
+    tokens += [first, (second + 1) % 250, 5]
+    taken_up: list[Drafted] = []
+    drafter.take(engine, [wish(tokens, len(tokens), 7, params)], taken_up.append)
+    assert not taken_up
+    brought = told(drafter, engine)
+    assert [token for item in brought for token in item.token_ids] == answer(target, tokens, params)[:7]
+
+
+def test_alternatives_that_did_not_come_true_hold_nothing(target: Engine, engine: Engine) -> None:
+    tokens = PROMPT + answer(target, PROMPT, greedy(LENGTH))
+    drafter, plain = Drafter(4, alternatives=3), Drafter(4)
+    drafter.take(engine, [wish(tokens, len(PROMPT), 7, greedy(LENGTH))])
+    told(drafter, engine)
+    assert len(engine._sequences) == 4
+    drafter.take(engine, [wish(tokens, len(PROMPT) + 1, 0, greedy(LENGTH))])
+    assert list(engine._sequences) == ["a"]
+    assert not engine.has_work
+    drafter.take(engine, [wish(tokens, len(PROMPT) + 5, 7, greedy(LENGTH))])
+    told(drafter, engine)
+    assert len(engine._sequences) == 4
+    drafter.forget(engine, "a")
+    assert engine.pool.num_used == 0
+    plain.take(engine, [wish(tokens, len(PROMPT), 7, greedy(LENGTH))])
+    told(plain, engine)
+    assert list(engine._sequences) == ["a"]
+
+
+def test_alternatives_are_told_with_what_there_is_to_tell_and_when_they_are_complete(
+    target: Engine, engine: Engine
+) -> None:
+    tokens = PROMPT + answer(target, PROMPT, greedy(LENGTH))
+    drafter = Drafter(4, alternatives=2)
+    drafter.take(engine, [wish(tokens, len(PROMPT), 5, greedy(LENGTH))])
+    told(drafter, engine)
+    drafter.take(engine, [wish(tokens, len(PROMPT) + 1, 5, greedy(LENGTH))])
+    said = told(drafter, engine)
+    assert [(item.first_index, item.token_ids, [len(guess) for guess in item.alternatives]) for item in said] == [
+        (5, [tokens[len(PROMPT) + 5]], []),
+        (1, [], [2, 2]),
+        (1, [], [4, 4]),
+    ]
+
+
+def test_forks_give_way_to_the_sequences_of_others(path: Path, target: Engine) -> None:
+    tokens = PROMPT + answer(target, PROMPT, greedy(LENGTH))
+    small = load(path, max_draft_tokens=0, kv_memory_bytes=200_000)
+    # What they are to be told is the same: with a salt of its own each has its blocks for itself.
+    fit = small.pool.num_blocks // -(-(len(PROMPT) + 9) // small.config.block_tokens)
+    drafter = Drafter(100, alternatives=3)
+    for number in range(2 * fit):
+        name = f"s{number}"
+        assert drafter.take(small, [wish(tokens, len(PROMPT), 8, greedy(LENGTH), name=name, salt=name)]) == []
+        told(drafter, small)
+        assert small._sequences[name].token_ids == tokens[: len(PROMPT) + 8]
+        assert small._sequences[name].preemptions == 0
+    held = [name for name in small._sequences if "\0" not in name]
+    assert held == [f"s{number}" for number in range(2 * fit - len(held), 2 * fit)]
+    assert len(held) >= fit - 3
+    for name in held:
+        drafter.forget(small, name)
+    assert small.pool.num_used == 0
+
+
+def test_forks_take_no_place_in_a_step_from_another_sequence(path: Path, target: Engine) -> None:
+    tokens = PROMPT + answer(target, PROMPT, greedy(LENGTH))
+    narrow = load(path, max_draft_tokens=0, max_running=4)
+    drafter = Drafter(8, alternatives=3)
+    drafter.take(narrow, [wish(tokens, len(PROMPT), 8, greedy(LENGTH), name="first")])
+    drafter.after_step(narrow, narrow.step())
+    assert narrow.num_running + narrow.num_waiting == 4
+    drafter.take(narrow, [wish(tokens, len(PROMPT), 8, greedy(LENGTH), name=f"s{n}") for n in range(3)])
+    assert set(narrow.active_ids()) == {"first", "s0", "s1", "s2"}
+    said = told(drafter, narrow)
+    assert {item.request_id for item in said} == {"first", "s0", "s1", "s2"}
+
+
+def test_without_cached_prefixes_there_are_no_alternatives(path: Path, target: Engine) -> None:
+    tokens = PROMPT + answer(target, PROMPT, greedy(LENGTH))
+    engine = load(path, max_draft_tokens=0, prefix_caching=False)
+    drafter = Drafter(4, alternatives=3)
+    drafter.take(engine, [wish(tokens, len(PROMPT), 7, greedy(LENGTH))])
+    assert not any(item.alternatives for item in told(drafter, engine))
+    assert list(engine._sequences) == ["a"]
 
 
 @pytest.mark.parametrize(
