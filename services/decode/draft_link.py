@@ -219,7 +219,8 @@ class DraftLink:
                 self._note(proposal.request_id)
             return
         name = DRAFT_MODEL if proposal.proposer == DRAFT_MODEL else DRAFT_SERVICE
-        told.on_guess(Guess(proposal.start, tuple(proposal.token_ids), tuple(proposal.confidence), name))
+        alternatives = tuple(map(tuple, proposal.alternatives))
+        told.on_guess(Guess(proposal.start, tuple(proposal.token_ids), tuple(proposal.confidence), name, alternatives))
 
 
 def _ahead(wanted: int) -> int:

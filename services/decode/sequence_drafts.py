@@ -28,6 +28,8 @@ class SequenceDrafts:
         self._untold: list[int] = []
         """The newest tokens, which the proposers hear of when they are asked: under load nobody asks."""
         self._chooser = Chooser(0)
+        self._branching: Guess | None = None
+        """The newest guess with alternatives, until the token comes at which they part."""
         self.asks_outside = True
         """Whether a guess from outside could be of use. Other threads may read it."""
 
@@ -53,6 +55,7 @@ class SequenceDrafts:
     def extend(self, token_ids: Sequence[int]) -> None:
         self._untold += token_ids
         self._chooser.extend(token_ids)
+        self._turn_to_alternative()
 
     def _tell(self) -> None:
         for proposer in self._local:
@@ -62,6 +65,21 @@ class SequenceDrafts:
     def offer(self, guess: Guess) -> None:
         """A guess from outside."""
         self._chooser.offer(guess)
+        if guess.alternatives:
+            self._branching = guess
+            self._turn_to_alternative()
+
+    def _turn_to_alternative(self) -> None:
+        """Once the token has come that tells which of a guess and its alternatives can be right."""
+        guess = self._branching
+        if guess is None or guess.start >= self.length:
+            return
+        self._branching = None
+        came = tuple(self._chooser.came(guess.start)[:1])
+        if came and guess.token_ids[:1] != came:
+            found = next((tokens for tokens in guess.alternatives if tokens[:1] == came), None)
+            if found is not None:
+                self._chooser.offer(Guess(guess.start, found, guess.confidence[:1] * len(found), guess.proposer))
 
     def guess(self, max_tokens: int) -> Guess | None:
         """Let the proposers of this process guess, and choose among all."""

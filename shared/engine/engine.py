@@ -264,7 +264,8 @@ class Engine:
         """Another sequence: the first `length` tokens of `sequence`, then `token_id`. It holds blocks until it pauses.
 
         Where prefixes are cached, and the KV of those tokens is computed, it goes on with one row: full blocks are
-        shared, one that is filled in part is copied. Raises EngineError, OutOfBlocks; then nothing is held.
+        shared, one that is filled in part is copied. Counts as younger than all that are no forks. Raises EngineError,
+        OutOfBlocks; then nothing is held.
         """
         self._check_known(sequence)
         if sequence.state == "failed" or not sequence.num_prompt <= length <= len(sequence.token_ids):
@@ -280,6 +281,7 @@ class Engine:
             salt=sequence.salt,
             runners_up=sequence.num_runners_up,
         )
+        fork.arrival += _AHEAD
         try:
             copied = self._scheduler.fork(sequence, fork, min(len(fork.token_ids) + pause_after, fork.max_length))
         except OutOfBlocks:

@@ -152,6 +152,11 @@ class Chooser:
         self._length += len(tokens)
         self._recent = [*self._recent, *tokens[-MAX_GUESS_TOKENS:]][-MAX_GUESS_TOKENS:]
 
+    def came(self, start: int) -> Sequence[int]:
+        """The tokens from position `start` on; none where that is not known any more, or not yet."""
+        known = self._length - start
+        return self._recent[-known:] if 0 < known <= len(self._recent) else []
+
     def best(self, max_tokens: int) -> Guess | None:
         """The guess from the sequence's end on of which the most tokens are expected to be right; None without any.
 

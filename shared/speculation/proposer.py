@@ -12,13 +12,14 @@ class Guess:
     """Guessed tokens from absolute position `start` of the sequence on; prompt tokens count.
 
     `confidence[i]` estimates the probability that token `i` is right if all before it are. It has one entry per token,
-    or none at all where the proposer has no idea.
+    or none at all where the proposer has no idea. `alternatives` go on from other tokens at `start`.
     """
 
     start: int
     token_ids: tuple[int, ...]
     confidence: tuple[float, ...] = ()
     proposer: str = ""
+    alternatives: tuple[tuple[int, ...], ...] = ()
 
 
 class Proposer(Protocol):

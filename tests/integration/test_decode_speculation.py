@@ -230,7 +230,8 @@ class Paced:
 
 def lies(context: DraftContext, known: list[int]) -> list[Proposal]:
     ids = [random.randrange(VOCABULARY) for _ in range(12)]
-    return [Proposal(context.request_id, len(known), ids, DRAFT_MODEL, [0.99] * 12)]
+    others = [[random.randrange(VOCABULARY) for _ in range(4)] for _ in range(7)]
+    return [Proposal(context.request_id, len(known), ids, DRAFT_MODEL, [0.99] * 12, alternatives=others)]
 
 
 def late(context: DraftContext, known: list[int]) -> list[Proposal]:
@@ -255,6 +256,9 @@ def nonsense(context: DraftContext, known: list[int]) -> list[Proposal]:
         Proposal(context.request_id, 0, [], "", resend=len(known) % 3 == 0),
         Proposal("another", len(known), [1, 2, 3], DRAFT_MODEL),
         Proposal(context.request_id, len(known), [3] * 64, PROMPT_LOOKUP, [1.0] * 64),
+        Proposal(context.request_id, len(known), [], DRAFT_MODEL, alternatives=[[t, VOCABULARY * 9] for t in range(7)]),
+        Proposal(context.request_id, 2**31 - 1, [1], DRAFT_MODEL, alternatives=[[], [3], [3]]),
+        Proposal(context.request_id, 0, known[:1], DRAFT_MODEL, alternatives=[known[:16]] * 7),
     ]
 
 
@@ -310,6 +314,27 @@ async def test_a_drafter_that_is_right_is_believed_and_one_that_dies_is_missed_b
         paced.release()
     assert await answers(pipeline, cases, salt="third") == expected
     await decode.until_idle()
+
+
+async def test_a_drafter_whose_first_choice_is_always_wrong_helps_by_its_alternatives(pipeline: Pipeline) -> None:
+    cases = {f"{n}": {"temperature": 1.5} for n in range(4)}
+    await pipeline.decode(speculation="off")
+    expected = await answers(pipeline, cases)
+    whole = {tuple(prompt_of(n)): [*prompt_of(n), *expected[f"{n}"].ids] for n in range(4)}
+
+    def doubts(context: DraftContext, known: list[int]) -> list[Proposal]:
+        right = whole[tuple(known[:63])][len(known) : len(known) + 4]
+        wrong = [(right[0] + 1) % VOCABULARY] if right else [0]
+        others = [[(right[0] + 2) % VOCABULARY, 3, 3], right] if right else []
+        return [Proposal(context.request_id, len(known), wrong, DRAFT_MODEL, [0.9], alternatives=others)]
+
+    decode = await speculating(pipeline)
+    assert isinstance(decode.worker, DecodeWorker)
+    async with drafter(pipeline, doubts) as other:
+        Paced(decode, other)
+        assert await answers(pipeline, cases, salt="first") == expected
+        await decode.until_idle()
+    assert decode.worker.speculation.totals.accepted[DRAFT_MODEL] > 0
 
 
 async def test_a_drafter_hears_of_a_sequence_as_of_its_request_and_of_its_end(pipeline: Pipeline) -> None:

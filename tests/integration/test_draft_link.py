@@ -224,7 +224,7 @@ async def test_guesses_are_handed_on_under_names_that_none_in_this_process_has(
     stage.join()
     drafter, _ = await chosen(drafters)
     await drafter.say(
-        Proposal("r1", 5, [1, 2], DRAFT_MODEL, [0.5, 0.25]),
+        Proposal("r1", 5, [1, 2], DRAFT_MODEL, [0.5, 0.25], alternatives=[[3, 4], [5]]),
         Proposal("unknown", 5, [9], DRAFT_MODEL),
         Proposal("r1", 5, [3], "prompt_lookup"),
     )
@@ -233,7 +233,9 @@ async def test_guesses_are_handed_on_under_names_that_none_in_this_process_has(
         return len(stage.guesses) == 2
 
     await eventually(two)
-    assert stage.guesses == [Guess(5, (1, 2), (0.5, 0.25), DRAFT_MODEL), Guess(5, (3,), (), DRAFT_SERVICE)]
+    model, other = stage.guesses
+    assert model == Guess(5, (1, 2), (0.5, 0.25), DRAFT_MODEL, ((3, 4), (5,)))
+    assert other == Guess(5, (3,), (), DRAFT_SERVICE)
 
 
 async def test_a_flood_of_guesses_is_bounded_between_two_steps(parts: tuple[Stage, list[Drafter]]) -> None:

@@ -76,6 +76,75 @@ def test_a_guess_from_outside_is_taken_where_it_promises_more() -> None:
     assert drafts.asks_outside
 
 
+def branching(start: int, alternatives: tuple[tuple[int, ...], ...], token_ids: tuple[int, ...] = (5, 6, 7)) -> Guess:
+    return Guess(start, token_ids, (0.9,) * len(token_ids), "draft_model", alternatives)
+
+
+def test_where_a_guess_was_wrong_an_alternative_with_the_right_token_takes_over() -> None:
+    drafts = read([1, 2, 3, 4])
+    drafts.offer(branching(4, ((8, 9, 10), (11, 12, 13, 14))))
+    assert drafts.best(8).token_ids == (5, 6, 7)
+    drafts.extend([11])
+    assert drafts.guess(8).token_ids == (12, 13, 14)
+    drafts.extend([12, 13])
+    assert drafts.guess(8).token_ids == (14,)
+
+
+def test_a_guess_that_goes_on_keeps_the_alternatives_to_it() -> None:
+    drafts = read([1, 2, 3, 4])
+    drafts.offer(branching(4, ((8, 9),)))
+    drafts.offer(branching(4, (), (5, 6, 7, 8)))
+    drafts.extend([8])
+    assert drafts.guess(8).token_ids == (9,)
+
+
+@pytest.mark.parametrize("came", [[5], [99], [5, 8], [99, 8]])
+def test_alternatives_are_gone_once_another_token_came(came: list[int]) -> None:
+    drafts = read([1, 2, 3, 4])
+    drafts.offer(branching(4, ((8, 9, 10),)))
+    drafts.extend(came)
+    left = (6, 7) if came == [5] else ()
+    best = drafts.best(8)
+    assert (best.token_ids if best is not None else ()) == left
+    assert drafts._branching is None
+
+
+def test_a_late_alternative_is_used_as_far_as_it_agrees() -> None:
+    drafts = read([1, 2, 3, 4])
+    drafts.extend([8, 9])
+    drafts.offer(branching(4, ((11, 12), (8, 9, 10))))
+    assert drafts.best(8).token_ids == (10,)
+    drafts = read([1, 2, 3, 4])
+    drafts.extend([8, 20])
+    drafts.offer(branching(4, ((8, 9, 10),)))
+    assert drafts.best(8) is None
+    assert drafts._branching is None
+
+
+@pytest.mark.parametrize(
+    "guess",
+    [
+        branching(4, ((), (5, 5), ())),
+        branching(4, ((5, 20, 21),)),
+        branching(4, ((8, 2**31 - 1),), ()),
+        branching(0, ((8, 9),)),
+        branching(2**31 - 1, ((8, 9),)),
+        branching(3, ((8, 9),), (4,)),
+        Guess(4, (5, 6, 7), (float("nan"),), "draft_model", ((8, 9),) * 7),
+    ],
+)
+def test_strange_alternatives_do_no_harm(guess: Guess) -> None:
+    drafts = read([1, 2, 3, 4])
+    drafts.offer(guess)
+    for token in (5, 6, 7, 8, 9):
+        drafts.extend([token])
+        best = drafts.guess(8)
+        assert best is None or best.start == drafts.length
+    drafts.offer(branching(drafts.length, ((40, 41),)))
+    drafts.extend([40])
+    assert drafts.guess(8).token_ids == (41,)
+
+
 # Beside an engine
 
 
