@@ -24,8 +24,8 @@ READ_TOKENS = 256
 LEAST = 0.3
 """A model that is right more seldom than this is not asked until its failures have faded.
 
-Its guess is there in time only where the one before, or an alternative to it, was right too: it helps with about the
-square of this, and its steps take memory bandwidth from decode's.
+Its guess is there in time only where the one before was right too: it helps with about the square of this, and its
+steps take memory bandwidth from decode's. Where alternatives made up for wrong ones it may be right more seldom.
 """
 
 
@@ -108,7 +108,10 @@ class KnownSequence:
         self.alternative_came = came is not None
         told = came or self._drafted
         agreed = _common(told, new_ids)
-        self._told_record.add(agreed, agreed < min(len(told), len(new_ids)), len(new_ids))
+        wrong = agreed < min(len(told), len(new_ids))
+        self._told_record.add(agreed, wrong, len(new_ids))
+        if came is not None:
+            self._record.add(agreed - 1, wrong, 0)
         self._drafted = _rest(told, new_ids)
         if new_ids:
             self._alternatives = ()
@@ -217,7 +220,7 @@ class KnownSequence:
         return next((guess for guess in self._alternatives if guess[:1] == new_ids[:1]), None)
 
     def _model_pays(self) -> bool:
-        if not self.wanted or self._told_record.rate < LEAST:
+        if not self.wanted or self._told_record.rate * self._record.rate < LEAST**2:
             return False
         best = self._chooser.best(self.wanted)
         if best is None or best.proposer == DRAFT_MODEL or not self._came_true:

@@ -263,14 +263,21 @@ def test_a_model_that_is_always_wrong_rests_until_that_is_long_ago() -> None:
     assert 10 < count < 80
 
 
-def test_a_model_whose_alternatives_come_true_is_asked_on() -> None:
+@pytest.mark.parametrize(
+    ("every", "with_alternatives", "asked_on"), [(4, True, True), (4, False, False), (50, True, False)]
+)
+def test_alternatives_make_up_for_some_wrong_choices(every: int, with_alternatives: bool, asked_on: bool) -> None:
+    """But what follows an alternative are first choices again, and must be right to be of use."""
     sequence = known(STRANGE)
+    rested = 0
     for token in range(2000, 2050):
-        assert asked(sequence).ahead == 6
+        rested += asked(sequence).ahead == 0
         index = len(sequence.token_ids) - 20
-        sequence.drafted(index, [1, 2])
-        sequence.drafted_otherwise(index, [[token, 3]])
+        sequence.drafted(index, [token if token % every == 0 else 1])
+        if with_alternatives:
+            sequence.drafted_otherwise(index, [[token]])
         grow(sequence, [token])
+    assert (rested == 0) == asked_on
 
 
 def test_recent_outputs_of_the_tenant_are_proposed() -> None:
