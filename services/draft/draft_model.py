@@ -169,8 +169,7 @@ class Drafter:
                 refused.append(wish)
         self._make_room(engine)
         for wish in wishes:
-            drafting = self._drafting.get(wish.request_id)
-            if drafting is not None and wish.ahead:
+            if (drafting := self._drafting.get(wish.request_id)) is not None:
                 self._fork(engine, drafting)
         return refused
 

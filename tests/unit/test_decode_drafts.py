@@ -98,6 +98,13 @@ def test_a_guess_that_goes_on_keeps_the_alternatives_to_it() -> None:
     assert drafts.guess(8).token_ids == (9,)
 
 
+def test_an_alternative_that_begins_as_the_guess_does_replaces_nothing() -> None:
+    drafts = read([1, 2, 3, 4])
+    drafts.offer(branching(4, ((5, 20, 21),)))
+    drafts.extend([5])
+    assert drafts.guess(8).token_ids == (6, 7)
+
+
 @pytest.mark.parametrize("came", [[5], [99], [5, 8], [99, 8]])
 def test_alternatives_are_gone_once_another_token_came(came: list[int]) -> None:
     drafts = read([1, 2, 3, 4])

@@ -143,6 +143,7 @@ def test_a_late_guess_that_is_wrong_refutes_what_follows() -> None:
 
 def test_alternatives_are_told_with_the_models_guess() -> None:
     sequence = known(STRANGE)
+    assert not sequence.drafted_otherwise(0, [[3, 4]])  # of a sequence of this name that ended before
     asked(sequence)
     sequence.drafted(0, [1, 2])
     assert sequence.proposal().alternatives == []  # type: ignore[union-attr]
@@ -278,6 +279,16 @@ def test_alternatives_make_up_for_some_wrong_choices(every: int, with_alternativ
             sequence.drafted_otherwise(index, [[token]])
         grow(sequence, [token])
     assert (rested == 0) == asked_on
+
+
+def test_what_followed_in_an_alternative_counts_as_right() -> None:
+    sequence = known(STRANGE)
+    for token in range(2000, 2100, 2):
+        assert asked(sequence).ahead == 6
+        index = len(sequence.token_ids) - 20
+        sequence.drafted(index, [1, 2])
+        sequence.drafted_otherwise(index, [[token, token + 1]])
+        grow(sequence, [token, token + 1])
 
 
 def test_recent_outputs_of_the_tenant_are_proposed() -> None:

@@ -392,7 +392,7 @@ def test_forks_give_way_to_the_sequences_of_others(path: Path, target: Engine) -
 def test_forks_take_no_place_in_a_step_from_another_sequence(path: Path, target: Engine) -> None:
     tokens = PROMPT + answer(target, PROMPT, greedy(LENGTH))
     narrow = load(path, max_draft_tokens=0, max_running=4)
-    drafter = Drafter(8, alternatives=3)
+    drafter = Drafter(8, alternatives=7)
     drafter.take(narrow, [wish(tokens, len(PROMPT), 8, greedy(LENGTH), name="first")])
     drafter.after_step(narrow, narrow.step())
     assert narrow.num_running + narrow.num_waiting == 4
@@ -400,6 +400,18 @@ def test_forks_take_no_place_in_a_step_from_another_sequence(path: Path, target:
     assert set(narrow.active_ids()) == {"first", "s0", "s1", "s2"}
     said = told(drafter, narrow)
     assert {item.request_id for item in said} == {"first", "s0", "s1", "s2"}
+
+
+def test_forks_whose_blocks_were_taken_are_given_up(target: Engine, engine: Engine) -> None:
+    tokens = PROMPT + answer(target, PROMPT, greedy(LENGTH))
+    drafter = Drafter(8, alternatives=3)
+    drafter.take(engine, [wish(tokens, len(PROMPT), 8, greedy(LENGTH))])
+    for _ in range(2):
+        drafter.after_step(engine, engine.step())
+    engine._scheduler._preempt(engine._scheduler.running[-1])
+    assert engine._scheduler.waiting[0].seq_id != "a"
+    drafter.take(engine, [wish(tokens, len(PROMPT), 8, greedy(LENGTH), name="b")])
+    assert set(engine._sequences) == {"a", "b"}
 
 
 def test_without_cached_prefixes_there_are_no_alternatives(path: Path, target: Engine) -> None:

@@ -73,12 +73,12 @@ class Drafter:
     """A service whose turns come when a test says so."""
 
     def __init__(self, **settings: Any) -> None:
-        self.outbox, self.model = Outbox(), Model()
+        self.outbox, self.model, self.registry = Outbox(), Model(), CollectorRegistry()
         self.service = DraftService(
             cast(Bus, self.outbox),
             DraftSettings(model="tiny", instance="draft-0", _env_file=None, **settings),
             "tiny",
-            DraftMetrics("draft-0", CollectorRegistry()),
+            DraftMetrics("draft-0", self.registry),
             self.model,
         )
 
@@ -140,6 +140,22 @@ async def test_a_turn_sends_one_message_to_each_decode_worker() -> None:
     sent = {subject: {item.request_id for item in items} for subject, items in drafter.outbox.sent}
     assert sent == {INBOX: {"a", "c", "e", "unknown"}, other: {"b", "d"}}
     assert len(drafter.outbox.sent) == 2
+
+
+async def test_what_the_model_guesses_otherwise_is_told_with_its_guess_and_counted_when_it_comes_true() -> None:
+    drafter = Drafter()
+    await drafter.begin("r", [30, 31, 32])
+    await drafter.turn()
+    drafter.service._on_granted(drafter.model.told, [])
+    drafter.service._on_drafted([Drafted("r", 0, [1, 2]), Drafted("r", 0, [], [[5, 6], [7, 8]])])
+    await drafter.turn()
+    drafter.service._on_drafted([Drafted("r", 0, [], [[5, 6, 9], [7, 8, 9]])])
+    await drafter.turn()
+    told = [(item.start, item.token_ids, item.alternatives) for _, items in drafter.outbox.sent for item in items]
+    assert told == [(3, [1, 2], [[5, 6], [7, 8]]), (3, [1, 2], [[5, 6, 9], [7, 8, 9]])]
+    for at, token in enumerate([7, 8, 33], start=3):
+        await drafter.grow("r", at, [token])
+    assert drafter.registry.get_sample_value("headrace_draft_alternatives_used_total") == 1
 
 
 async def test_a_long_context_is_read_in_parts_and_holds_up_nobody() -> None:
