@@ -42,6 +42,11 @@ class Outcome:
         return self.error in ("http_429", "http_503") and self.retry_after is not None
 
     @property
+    def come_again_s(self) -> float:
+        """How long a client that was refused shall wait; 0 for all others, and where a date was told."""
+        return float(self.retry_after) if self.refused and self.retry_after and self.retry_after.isdecimal() else 0.0
+
+    @property
     def ttft_s(self) -> float | None:
         return self.text_s[0] - self.intended_s if self.text_s else None
 

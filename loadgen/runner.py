@@ -14,6 +14,8 @@ from loadgen.plan import Planner, RequestSpec
 MAX_REQUESTS: Final = 1_000_000
 """A run ends here at the latest."""
 
+MAX_RETRY_AFTER_S: Final = 10.0
+
 
 class Sender(Protocol):
     async def send(self, spec: RequestSpec, origin_s: float, intended_s: float) -> Outcome: ...
@@ -36,7 +38,8 @@ async def run_closed(
     duration_s: float | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[Outcome]:
-    """`concurrency` clients, each sending its next request when the last one ended.
+    """`concurrency` clients, each sending its next request when the last one ended; one that was refused waits as
+    long as it was told to, MAX_RETRY_AFTER_S at most.
 
     No request begins after `limit` requests, after `duration_s`, or once `stop()` is true; those in flight are awaited.
     """
@@ -53,6 +56,7 @@ async def run_closed(
             outcome = await sender.send(planner.request(number), origin_s, now_s)
             watcher.ended(outcome)
             outcomes.append(outcome)
+            await asyncio.sleep(min(outcome.come_again_s, MAX_RETRY_AFTER_S))
 
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):
