@@ -221,10 +221,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.seen.add("drafted")
 
     def _room_for(self, oldest: Sequence) -> bool:
-        """Whether what nobody can be made to give up leaves enough for its next token."""
+        """Whether what nobody can be made to give up leaves enough for its next token.
+
+        One that was pinned while it waits without blocks may get some in this step, and keeps them.
+        """
         fixed = {b for s in self.world.sequences if s.pins or s.state not in STARTED for b in s.block_ids}
         wanted = self.world.scheduler.blocks_for(len(oldest.token_ids))
-        return wanted - len(set(oldest.block_ids) & fixed) <= BLOCKS - len(fixed)
+        waiting = [s for s in self.world.scheduler.waiting if s.pins and not s.block_ids]
+        coming = sum(self.world.scheduler.blocks_for(len(s.token_ids)) for s in waiting)
+        return wanted - len(set(oldest.block_ids) & fixed) <= BLOCKS - len(fixed) - coming
 
     @invariant()
     def every_block_and_row_is_right(self) -> None:
