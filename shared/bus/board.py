@@ -31,6 +31,7 @@ ORPHANED_S = 4.0
 """How long what a worker lost is looked for: its message comes back within the ack wait."""
 
 NAMED_S = 10.0
+"""How long it is remembered who named a request: longer than anybody looks for it."""
 
 log = structlog.get_logger(__name__)
 
