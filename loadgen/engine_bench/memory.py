@@ -9,7 +9,7 @@ import msgspec
 from torch import nn
 
 from loadgen.engine_bench.errors import MeasurementError
-from shared.engine.packed_linear import HalfLinear, Int8Linear, PackedLinear
+from shared.engine.packed_linear import ByteLinear, HalfLinear, Int8Linear, PackedLinear
 
 _FP16_BLOCK = (16, 512)
 """fbgemm keeps fp16 weights in blocks of so many outputs and inputs and fills the last ones up: 576 inputs take the
@@ -66,6 +66,11 @@ def weight_bytes(module: nn.Module) -> Weights:
             filled = [-(-n // block) * block for n, block in zip(sizes, _FP16_BLOCK, strict=True)]
             plain += 2 * math.prod(sizes)
             padding += 2 * (math.prod(filled) - math.prod(sizes))
+        elif isinstance(layer, ByteLinear):
+            held = layer.panels.nbytes + layer.scales.nbytes + layer.sums.nbytes
+            needed = layer.out_features * (layer.in_features + _SCALE_BYTES)
+            plain -= held - needed
+            padding += held - needed
         elif isinstance(layer, Int8Linear):
             plain += layer.out_features * (layer.in_features + _SCALE_BYTES)
     return Weights(plain, plain + padding)

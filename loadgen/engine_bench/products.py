@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from loadgen.engine_bench.counting import product_flops
-from shared.engine.packed_linear import HalfLinear, Int8Linear, PackedLinear
+from shared.engine.packed_linear import ByteLinear, HalfLinear, Int8Linear, PackedLinear
 from shared.engine.runner import ModelRunner
 
-_LINEAR = (HalfLinear, PackedLinear, Int8Linear, nn.Linear)
+_LINEAR = (HalfLinear, PackedLinear, ByteLinear, Int8Linear, nn.Linear)
 
 
 class Products:

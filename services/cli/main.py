@@ -263,6 +263,7 @@ def distill(
     tokens: Annotated[int, typer.Option(min=1, help="That the target writes to learn from")] = 400_000,
     layers: Annotated[int, typer.Option(min=1, help="Of the draft")] = 2,
     epochs: Annotated[int, typer.Option(min=1, help="Times that the text is used")] = 4,
+    head_tokens: Annotated[int, typer.Option(min=0, help="Tokens that the draft knows, the commonest; 0: all")] = 8192,
     prompts: Annotated[Path | None, typer.Option(help="One a line; the target makes up its own when left out")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     threads: Annotated[int, typer.Option(min=1)] = 1,
@@ -271,7 +272,14 @@ def distill(
 ) -> None:
     """Train a small draft model for a target on text that the target itself writes."""
     options: dict[str, Any] = {"target": target, "out": out, "tokens": tokens, "layers": layers, "epochs": epochs}
-    options |= {"prompts": prompts, "seed": seed, "threads": threads, "device": device, "pack": pack}
+    options |= {
+        "head-tokens": head_tokens,
+        "prompts": prompts,
+        "seed": seed,
+        "threads": threads,
+        "device": device,
+        "pack": pack,
+    }
     distillation.become({name: str(value) for name, value in options.items() if value is not None}, threads)
 
 

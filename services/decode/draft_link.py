@@ -39,6 +39,9 @@ DRAFT_SERVICE = "draft_service"
 FIRST_WANTED = 2
 """Drafts of a sequence that are worth asking for before its first step tells."""
 
+SURE_TOKENS = 9
+"""Tokens beyond those known that a drafter may say at least, where any are wanted."""
+
 MAX_HEARD = MAX_PROPOSAL_TOKENS
 """Proposals for a sequence that are looked at between two of its steps."""
 
@@ -219,10 +222,21 @@ class DraftLink:
                 self._note(proposal.request_id)
             return
         name = DRAFT_MODEL if proposal.proposer == DRAFT_MODEL else DRAFT_SERVICE
-        alternatives = tuple(map(tuple, proposal.alternatives))
-        told.on_guess(Guess(proposal.start, tuple(proposal.token_ids), tuple(proposal.confidence), name, alternatives))
+        told.on_guess(
+            Guess(
+                proposal.start,
+                tuple(proposal.token_ids),
+                tuple(proposal.confidence),
+                name,
+                tuple(map(tuple, proposal.alternatives)),
+                tuple(map(tuple, proposal.alternative_confidence)),
+            )
+        )
 
 
 def _ahead(wanted: int) -> int:
-    """Tokens beyond those known: for the step that runs when they are told, and for the one that can use them."""
-    return min(2 * wanted + 1, MAX_PROPOSAL_TOKENS)
+    """Tokens beyond those known: for the step that runs when they are told, and for the one that can use them.
+
+    What is wanted usually is no limit where a drafter is sure of more.
+    """
+    return min(max(2 * wanted + 1, SURE_TOKENS), MAX_PROPOSAL_TOKENS)

@@ -17,6 +17,7 @@ import structlog
 
 from services.decode.sequence_drafts import SequenceDrafts
 from shared.engine import AsyncEngine, Engine, Sequence, SequenceStep
+from shared.protocol.drafts import DRAFT_MODEL
 from shared.speculation import Guess, RecentOutputs, Tally
 
 RECENT_TOKENS, RECENT_GROUPS = 65_536, 16
@@ -155,4 +156,6 @@ class Drafting:
     @staticmethod
     def _propose(engine: Engine, drafted: Drafted, guess: Guess | None) -> None:
         if guess is not None:
-            engine.propose(drafted.sequence.seq_id, guess.start, list(guess.token_ids), guess.proposer)
+            # A model says of each token how likely it is. Others say what is usual, which the engine measures better.
+            stated = guess.confidence if guess.proposer == DRAFT_MODEL else ()
+            engine.propose(drafted.sequence.seq_id, guess.start, list(guess.token_ids), guess.proposer, stated)

@@ -77,9 +77,10 @@ class SequenceDrafts:
         self._branching = None
         came = tuple(self._chooser.came(guess.start)[:1])
         if came and guess.token_ids[:1] != came:
-            found = next((tokens for tokens in guess.alternatives if tokens[:1] == came), None)
+            found = next((i for i, tokens in enumerate(guess.alternatives) if tokens[:1] == came), None)
             if found is not None:
-                self._chooser.offer(Guess(guess.start, found, guess.confidence[:1] * len(found), guess.proposer))
+                confidence = guess.alternative_confidence[found : found + 1] or ((),)
+                self._chooser.offer(Guess(guess.start, guess.alternatives[found], confidence[0], guess.proposer))
 
     def guess(self, max_tokens: int) -> Guess | None:
         """Let the proposers of this process guess, and choose among all."""

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 import structlog
 import torch
 
-from services.draft.known import Wish
+from services.draft.followers import Followers
+from services.draft.known import SOON, Alternative, Wish
 from services.draft.service import Drafted
 from services.draft.settings import DraftSettings
 from services.draft.vocabulary import require_same_vocabulary
 from shared.engine import Engine, EngineError, Sequence, SequenceStep, StepStats
-from shared.models import ModelFiles
+from shared.models import ModelError, ModelFiles
 from shared.protocol.jobs import SamplingParams
 from shared.telemetry.metrics import EngineMetrics
 from shared.worker.engine_host import BatchSizes, EngineHost
@@ -33,7 +36,17 @@ HUNG_AFTER = 3
 """A step that takes this many times `stall_s` never ends."""
 
 ALTERNATIVE_TOKENS = 3
-"""Guessed behind the first token of an alternative: about as many as a step of decode verifies."""
+"""Guessed behind the first token of an alternative, at most: about as many as a step of decode verifies."""
+
+FOLLOWED = 64
+"""Tokens that may come next for which the table of followers is asked, the likeliest."""
+
+LEAST_ALTERNATIVE = 0.03
+"""A token less likely than this is no alternative."""
+
+LEAST_CHANCE = 0.05
+"""Where the tokens guessed so far are less likely than this to come true, all of them, no other is guessed behind them:
+it would hardly ever be of use, and the step takes memory bandwidth from decode's."""
 
 log = structlog.get_logger(__name__)
 
@@ -41,9 +54,9 @@ log = structlog.get_logger(__name__)
 class DraftModel:
     """The draft model in its engine thread, as the service speaks to it. Importing this module loads torch."""
 
-    def __init__(self, host: EngineHost, max_sequences: int, alternatives: int) -> None:
+    def __init__(self, host: EngineHost, max_sequences: int, alternatives: int, followers: Followers | None) -> None:
         self._host = host
-        self._drafter = Drafter(max_sequences, alternatives)
+        self._drafter = Drafter(max_sequences, alternatives, followers)
         self._on_drafted: Callable[[list[Drafted]], None] = lambda drafted: None
         self._from_steps: deque[list[Drafted]] = deque()
         """What each step brought, on its way from the engine's thread to the event loop."""
@@ -58,8 +71,14 @@ class DraftModel:
         except EngineError as error:
             raise StartupError(f"draft model {name}: {error}") from error
         require_same_vocabulary(target, host.model)
+        try:
+            followers = Followers.load(host.model.path)
+        except ModelError as error:
+            raise StartupError(f"draft model {name}: {error}") from error
         host.start()
-        return cls(host, settings.max_sequences, settings.draft_alternatives)
+        if _on_cpu(settings):
+            host.async_engine.post(lambda engine: _yield_to_others())
+        return cls(host, settings.max_sequences, settings.draft_alternatives, followers)
 
     @property
     def name(self) -> str:
@@ -130,6 +149,13 @@ class _Drafting:
     ahead: int
     forks: list[Sequence] = field(default_factory=list)
     forked: bool = False
+    followed: list[Alternative] | None = None
+    """What the table says of other tokens there; None: not asked yet."""
+
+    def fork_chance(self, fork: Sequence) -> float:
+        """How likely the fork's own first token was found."""
+        ranking = self.sequence.rankings[self.confirmed]
+        return ranking.chances[ranking.token_ids.index(fork.token_ids[self.confirmed])]
 
 
 class Drafter:
@@ -139,9 +165,10 @@ class Drafter:
     those that were not asked about for longest give up theirs.
     """
 
-    def __init__(self, max_sequences: int, alternatives: int = 0) -> None:
+    def __init__(self, max_sequences: int, alternatives: int = 0, followers: Followers | None = None) -> None:
         self._max_sequences = max_sequences
         self._alternatives = alternatives
+        self._followers = followers if alternatives else None
         self._drafting: OrderedDict[str, _Drafting] = OrderedDict()
         self._names = itertools.count()
         self._of_sequence: dict[str, _Drafting] = {}
@@ -183,16 +210,24 @@ class Drafter:
                 continue
             grown[drafting.request_id] = drafting
             if step.seq_id == drafting.sequence.seq_id:
-                drafted.append(Drafted(drafting.request_id, step.first_index, step.new_ids))
+                confidence = _chances(drafting.sequence, len(drafting.sequence.token_ids) - len(step.new_ids))
+                drafted.append(Drafted(drafting.request_id, step.first_index, step.new_ids, confidence))
         told = {item.request_id for item in drafted}
         for request_id, drafting in grown.items():
             self._fork(engine, drafting)
+            self._rest_where_unlikely(engine, drafting)
             complete = not any(fork.state in ("running", "waiting") for fork in drafting.forks)
-            found = [fork.token_ids[drafting.confirmed :] for fork in drafting.forks]
-            alternatives = [tokens for tokens in found if len(tokens) > 1]
+            at = drafting.confirmed
+            alternatives = [
+                Alternative(fork.token_ids[at:], [drafting.fork_chance(fork), *_chances(fork, at + 1)])
+                for fork in drafting.forks
+                if len(fork.token_ids) > at + 1
+            ]
+            if len(drafting.sequence.token_ids) >= at + SOON:  # with the first guess that is told
+                forked = {guess.token_ids[0] for guess in alternatives}
+                alternatives += [guess for guess in self._followed(drafting) if guess.token_ids[0] not in forked]
             if alternatives and (complete or request_id in told):
-                first_index = drafting.confirmed - drafting.sequence.num_prompt
-                drafted.append(Drafted(request_id, first_index, [], alternatives))
+                drafted.append(Drafted(request_id, at - drafting.sequence.num_prompt, [], [], alternatives))
         return drafted
 
     def forget(self, engine: Engine, request_id: str) -> None:
@@ -220,7 +255,8 @@ class Drafter:
             self._go_on(engine, drafting, wish)
             behind = drafting.sequence.token_ids[wish.confirmed :]
             if taken_up and behind:
-                on_taken_up(Drafted(wish.request_id, wish.confirmed - wish.num_prompt, behind))
+                chances = _chances(drafting.sequence, wish.confirmed)
+                on_taken_up(Drafted(wish.request_id, wish.confirmed - wish.num_prompt, behind, chances))
 
     def _take_up(self, engine: Engine, drafting: _Drafting, wish: Wish) -> bool:
         """Go on with the fork that has the token which came, where the sequence has another."""
@@ -234,7 +270,7 @@ class Drafter:
             forks.append(drafting.sequence)
             drafting.sequence = usable[0]
         self._drop_forks(engine, drafting)
-        drafting.forked = False
+        drafting.forked, drafting.followed = False, None
         return bool(usable)
 
     def _go_on(self, engine: Engine, drafting: _Drafting, wish: Wish) -> None:
@@ -248,7 +284,7 @@ class Drafter:
         elif sequence.finish_reason is None:  # else it ends where the model thinks that the text ends
             engine.pause(sequence.seq_id)
             missing = wish.confirmed + wish.ahead - len(sequence.token_ids)
-            if missing > 0:
+            if missing > 0 and _is_worth_going_on(sequence, wish.confirmed, least=SOON):
                 engine.start(sequence, pause_after=missing)
         drafting.confirmed, drafting.ahead = wish.confirmed, wish.ahead
 
@@ -265,7 +301,7 @@ class Drafter:
             pause_after=wish.ahead,
             text=False,
             salt=wish.salt or f"\0{wish.request_id}",  # without a salt nobody says whose it is: nothing is shared
-            runners_up=self._alternatives,
+            runners_up=FOLLOWED if self._followers is not None else self._alternatives,
         )
         drafting = _Drafting(wish.request_id, wish.tokens, sequence, wish.confirmed, wish.ahead)
         self._drafting[wish.request_id] = self._of_sequence[sequence.seq_id] = drafting
@@ -274,12 +310,13 @@ class Drafter:
 
     def _fork(self, engine: Engine, drafting: _Drafting) -> None:
         """Once the first unknown token is guessed, go on from the next-likeliest ones too, where there is room."""
-        tokens = drafting.sequence.runners_up.get(drafting.confirmed)
-        if tokens is None or drafting.forked:
+        ranking = drafting.sequence.rankings.get(drafting.confirmed)
+        if ranking is None or drafting.forked:
             return
         drafting.forked = True
         count = min(ALTERNATIVE_TOKENS, drafting.ahead - 1)
-        for token in tokens if count else []:
+        others = list(zip(ranking.token_ids, ranking.chances, strict=True))[1 : 1 + self._alternatives]
+        for token in [token for token, chance in others if chance >= LEAST_ALTERNATIVE] if count else []:
             if engine.num_running + engine.num_waiting >= engine.config.max_running:
                 return
             name = f"{drafting.request_id}\0{next(self._names)}"
@@ -296,6 +333,32 @@ class Drafter:
             engine.start(fork)
             drafting.forks.append(fork)
             self._of_sequence[name] = drafting
+
+    def _followed(self, drafting: _Drafting) -> list[Alternative]:
+        """What the table says should another token come than the one that the draft model thinks likeliest."""
+        ranking = drafting.sequence.rankings.get(drafting.confirmed)
+        if self._followers is None or ranking is None:
+            return []
+        if drafting.followed is None:
+            before = drafting.tokens[drafting.confirmed - 1]
+            following, chances = self._followers.guess(before, np.array(ranking.token_ids[1:], np.int64))
+            drafting.followed = [
+                Alternative([token, follower], [chance, sure], from_table=True)
+                for token, chance, follower, sure in zip(
+                    ranking.token_ids[1:], ranking.chances[1:], following.tolist(), chances.tolist(), strict=True
+                )
+                if follower >= 0
+            ]
+        return drafting.followed
+
+    @staticmethod
+    def _rest_where_unlikely(engine: Engine, drafting: _Drafting) -> None:
+        """Go on with those only whose next token may well be of use."""
+        if not _is_worth_going_on(drafting.sequence, drafting.confirmed, least=SOON):
+            engine.pause(drafting.sequence.seq_id)
+        for fork in drafting.forks:
+            if not _is_worth_going_on(fork, drafting.confirmed + 1, least=1, chance=drafting.fork_chance(fork)):
+                engine.pause(fork.seq_id)
 
     def _drop_forks(self, engine: Engine, drafting: _Drafting) -> None:
         for fork in drafting.forks:
@@ -322,12 +385,27 @@ class Drafter:
             self.forget(engine, request_id)
 
 
+def _on_cpu(settings: DraftSettings) -> bool:
+    return settings.device == "cpu" or not torch.cuda.is_available()
+
+
 def _dtype(settings: DraftSettings) -> str:
     """A guess need not be exact: 8-bit products take half the time and memory bandwidth of a step on CPU."""
-    on_cpu = settings.device == "cpu" or not torch.cuda.is_available()
-    if settings.dtype == "auto" and on_cpu and "fbgemm" in torch.backends.quantized.supported_engines:
+    if settings.dtype == "auto" and _on_cpu(settings) and "fbgemm" in torch.backends.quantized.supported_engines:
         return "int8"
     return settings.dtype
+
+
+def _yield_to_others() -> None:
+    """Let the calling thread run where nobody else wants the core: a guess is never worth a wait of decode's.
+
+    SCHED_IDLE is more than the lowest priority: to Linux a core with such a thread is free, so that what wakes up goes
+    there and not to the core on which decode computes.
+    """
+    try:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    except (AttributeError, OSError) as error:  # not Linux, or a sandbox forbids it
+        log.info("draft_priority_kept", reason=repr(error))
 
 
 def _drafting_params(params: SamplingParams, room: int) -> SamplingParams:
@@ -336,6 +414,18 @@ def _drafting_params(params: SamplingParams, room: int) -> SamplingParams:
     Text is not made here: stop strings end nothing, and nobody sees log probabilities.
     """
     return msgspec.structs.replace(params, max_tokens=max(min(params.max_tokens, room), 1), stop=[], logprobs=None)
+
+
+def _chances(sequence: Sequence, start: int) -> list[float]:
+    """How likely each token from position `start` on was found; all of them were sampled lately."""
+    return [sequence.rankings[position].chances[0] for position in range(start, len(sequence.token_ids))]
+
+
+def _is_worth_going_on(sequence: Sequence, start: int, *, least: int, chance: float = 1.0) -> bool:
+    """Whether it has fewer than `least` tokens from position `start` on, or these are likely: `chance` is that of what
+    stands before them."""
+    found = _chances(sequence, start)
+    return len(found) < least or chance * math.prod(found) >= LEAST_CHANCE
 
 
 def _require_all(sequence: Sequence, wish: Wish) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shared.protocol.drafts import DRAFT_MODEL, DraftContext, Proposal
 from shared.protocol.jobs import SamplingParams
@@ -21,7 +22,10 @@ USUAL, TRUST = 0.7, 2.0
 READ_TOKENS = 256
 """Read by the proposers at once, which takes about half a millisecond."""
 
-LEAST = 0.3
+SOON = 2
+"""Tokens beyond those known: decode computes the first of them already, so that one alone is not worth a message."""
+
+LEAST = 0.2
 """A model that is right more seldom than this is not asked until its failures have faded.
 
 Its guess is there in time only where the one before was right too: it helps with about the square of this, and its
@@ -43,6 +47,17 @@ class Wish:
     num_prompt: int
     params: SamplingParams
     salt: str
+
+
+class Alternative(NamedTuple):
+    """A guess from another first token on, and how likely each of its tokens is behind those before it.
+
+    Behind the first it is the draft model's, or what a table says (`from_table`).
+    """
+
+    token_ids: list[int]
+    confidence: list[float]
+    from_table: bool = False
 
 
 class GapError(Exception):
@@ -72,16 +87,15 @@ class KnownSequence:
         """The best guess of those without a model, when they were last asked."""
         self._came_true = False
         """Whether it was right as far as one knows."""
-        self._sent: list[int] = []
-        """What decode was told of the tokens beyond those known, and by whom they were guessed."""
-        self._sent_by = ""
+        self._sent: dict[str, list[int]] = {}
+        """What decode was told of the tokens beyond those known, by who guessed them."""
         self._has_model = with_model and context.params is not None and context.num_prompt > 0
         self._record = _Record()
         self._told_record = _Record()
         """The same, where an alternative that came true is as good as the first choice."""
         self._drafted: list[int] = []
         """The draft model's tokens beyond those known, as far as they were not refuted."""
-        self._alternatives: Sequence[list[int]] = ()
+        self._alternatives: Sequence[Alternative] = ()
         """What the draft model guesses should the first of `_drafted` be wrong, from the same position on."""
         self._alternatives_told = True
         self.alternative_came = False
@@ -106,11 +120,11 @@ class KnownSequence:
             self._refuted_at = len(self.token_ids) + len(new_ids)
         came = self._alternative(new_ids) if agreed == 0 else None
         self.alternative_came = came is not None
-        told = came or self._drafted
+        told = came.token_ids if came is not None else self._drafted
         agreed = _common(told, new_ids)
         wrong = agreed < min(len(told), len(new_ids))
         self._told_record.add(agreed, wrong, len(new_ids))
-        if came is not None:
+        if came is not None and not came.from_table:
             self._record.add(agreed - 1, wrong, 0)
         self._drafted = _rest(told, new_ids)
         if new_ids:
@@ -118,12 +132,14 @@ class KnownSequence:
             compared = min(len(self._looked_up), len(new_ids))
             self._came_true = 0 < compared == _common(self._looked_up, new_ids)
             self._looked_up = _rest(self._looked_up, new_ids)
-        # Where decode gained one token only it may have missed what it was told, so it is told again.
-        self._sent = _rest(self._sent, new_ids) if len(new_ids) > 1 else []
+        sent = self._sent
+        if came is not None and self._alternatives_told:
+            sent = sent | {DRAFT_MODEL: came.token_ids}
+        self._sent = {name: _rest(tokens, new_ids) for name, tokens in sent.items()}
         self.token_ids += new_ids
         self._chooser.extend(new_ids)
         if came is not None:
-            self._offer(len(self.token_ids) - len(new_ids), came)
+            self._offer(len(self.token_ids) - len(new_ids), came.token_ids, came.confidence)
 
     @property
     def all_read(self) -> bool:
@@ -167,8 +183,9 @@ class KnownSequence:
         if wish.tokens is self.token_ids:
             self._has_model = False
 
-    def drafted(self, output_index: int, token_ids: list[int]) -> int:
-        """The draft model guessed these tokens of the output; returns how many of them may still come true."""
+    def drafted(self, output_index: int, token_ids: list[int], confidence: list[float]) -> int:
+        """The draft model guessed these tokens of the output, each that likely behind those before it; returns how many
+        of them may still come true."""
         if self._refuted_at is not None:
             return 0
         start = self.num_prompt + output_index
@@ -182,42 +199,55 @@ class KnownSequence:
         if start + len(late) != len(self.token_ids) + len(self._drafted):
             return 0
         self._drafted += token_ids[len(late) :]
-        self._offer(start, token_ids)
+        self._offer(start, token_ids, confidence)
         return len(token_ids) - len(late)
 
-    def drafted_otherwise(self, output_index: int, alternatives: Sequence[list[int]]) -> bool:
+    def drafted_otherwise(self, output_index: int, alternatives: Sequence[Alternative]) -> bool:
         """The draft model told all that it guesses should that token be another; returns whether it may still be."""
         if self._refuted_at is not None or self.num_prompt + output_index != len(self.token_ids):
             return False
         self._alternatives, self._alternatives_told = alternatives, False
         return True
 
-    def proposal(self) -> Proposal | None:
-        """What decode should be told now: the best guess, if it says more than decode was told before.
+    def proposals(self) -> list[Proposal]:
+        """What decode should be told now, where it says more than decode was told before: the best guess, and the draft
+        model's own where that is another's. Decode has other guesses at hand, and experience of its own with each.
 
         All of it from the first unknown token on: a part alone would not tell what it goes on from, and decode, which
         may have that token already, could take the continuation of a wrong guess for one of the right token.
         """
         best = self._chooser.best(self.wanted) if self.wanted else None
         if best is None:
-            return None
-        tokens = list(best.token_ids)
-        alternatives = list(self._alternatives) if best.proposer == DRAFT_MODEL else []
+            return []
+        found = [self._news(best)]
+        if best.proposer != DRAFT_MODEL and (own := self._chooser.best(self.wanted, DRAFT_MODEL)) is not None:
+            found.append(self._news(own))
+        return [proposal for proposal in found if proposal is not None]
+
+    def _news(self, guess: Guess) -> Proposal | None:
+        tokens = list(guess.token_ids)
+        alternatives = list(self._alternatives) if guess.proposer == DRAFT_MODEL else []
         news = alternatives and not self._alternatives_told
-        if not news and best.proposer == self._sent_by and self._sent[: len(tokens)] == tokens:
+        if not news and (len(tokens) < SOON or self._sent.get(guess.proposer, [])[: len(tokens)] == tokens):
             return None
-        self._sent, self._sent_by = tokens, best.proposer
+        self._sent[guess.proposer] = tokens
         self._alternatives_told = self._alternatives_told or bool(alternatives)
-        confidence = [round(chance, 3) for chance in best.confidence]
-        return Proposal(self.request_id, best.start, tokens, best.proposer, confidence, alternatives=alternatives)
+        return Proposal(
+            self.request_id,
+            guess.start,
+            tokens,
+            guess.proposer,
+            _rounded(guess.confidence),
+            alternatives=[other.token_ids for other in alternatives],
+            alternative_confidence=[_rounded(other.confidence) for other in alternatives],
+        )
 
-    def _offer(self, start: int, token_ids: list[int]) -> None:
-        confidence = (self._record.rate,) * len(token_ids)
-        self._chooser.offer(Guess(start, tuple(token_ids), confidence, DRAFT_MODEL))
+    def _offer(self, start: int, token_ids: list[int], confidence: list[float]) -> None:
+        self._chooser.offer(Guess(start, tuple(token_ids), tuple(confidence), DRAFT_MODEL))
 
-    def _alternative(self, new_ids: list[int]) -> list[int] | None:
+    def _alternative(self, new_ids: list[int]) -> Alternative | None:
         """The alternative whose first token came."""
-        return next((guess for guess in self._alternatives if guess[:1] == new_ids[:1]), None)
+        return next((guess for guess in self._alternatives if guess.token_ids[:1] == new_ids[:1]), None)
 
     def _model_pays(self) -> bool:
         if not self.wanted or self._told_record.rate * self._record.rate < LEAST**2:
@@ -256,6 +286,10 @@ def _common(first: Sequence[int], second: Sequence[int]) -> int:
 def _rest(guessed: list[int], came: list[int]) -> list[int]:
     """What is left of a guess after `came`; nothing when that refutes it."""
     return guessed[len(came) :] if _common(guessed, came) == min(len(guessed), len(came)) else []
+
+
+def _rounded(chances: Sequence[float]) -> list[float]:
+    return [round(chance, 3) for chance in chances]
 
 
 def _expected(chances: Sequence[float]) -> float:

@@ -20,7 +20,7 @@ import structlog
 from nats.aio.msg import Msg
 from opentelemetry.context import Context
 
-from services.draft.known import READ_TOKENS, GapError, KnownSequence, Wish
+from services.draft.known import READ_TOKENS, Alternative, GapError, KnownSequence, Wish
 from services.draft.settings import DraftSettings
 from shared.bus import Bus
 from shared.protocol.drafts import (
@@ -57,7 +57,7 @@ log = structlog.get_logger(__name__)
 
 
 class Drafted(NamedTuple):
-    """Tokens `first_index ..` of a sequence's output, as the draft model guesses them.
+    """Tokens `first_index ..` of a sequence's output, as the draft model guesses them, and how likely it finds each.
 
     Or what it guesses should the token there be another than it thinks: all such `alternatives`, as far as they are.
     """
@@ -65,7 +65,8 @@ class Drafted(NamedTuple):
     request_id: str
     first_index: int
     token_ids: list[int]
-    alternatives: Sequence[list[int]] = ()
+    confidence: list[float]
+    alternatives: Sequence[Alternative] = ()
 
 
 class Model(Protocol):
@@ -224,12 +225,12 @@ class DraftService:
         self._metrics.alternatives_used.inc(served.known.alternative_came)
 
     def _on_drafted(self, drafted: list[Drafted]) -> None:
-        for request_id, first_index, token_ids, alternatives in drafted:
+        for request_id, first_index, token_ids, confidence, alternatives in drafted:
             self._metrics.model_tokens.inc(len(token_ids))
             served = self._served.get(request_id)
             if served is not None and alternatives and served.known.drafted_otherwise(first_index, alternatives):
                 self._guessed[request_id] = None
-            usable = served.known.drafted(first_index, token_ids) if served is not None else 0
+            usable = served.known.drafted(first_index, token_ids, confidence) if served is not None else 0
             self._metrics.model_tokens_wasted.inc(len(token_ids) - usable)
             if usable:
                 self._guessed[request_id] = None
@@ -261,8 +262,9 @@ class DraftService:
         for request_id in {**asked, **guessed}:
             with self._harmless(request_id):
                 served = self._served.get(request_id)
-                proposal = served.known.proposal() if served is not None else None
-                if served is not None and proposal is not None:
+                if served is None:
+                    continue
+                for proposal in served.known.proposals():
                     self._count(served, proposal)
                     outgoing.setdefault(served.known.reply_to, []).append(proposal)
         for reply_to, proposals in outgoing.items():

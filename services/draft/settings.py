@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from shared.protocol.drafts import MAX_ALTERNATIVES, MAX_PROPOSAL_TOKENS
+from shared.protocol.drafts import MAX_FORKS, MAX_PROPOSAL_TOKENS
 from shared.settings import EngineSettings
 
 
@@ -34,6 +34,6 @@ class DraftSettings(EngineSettings):
         33, ge=1, le=MAX_PROPOSAL_TOKENS, description="No guess reaches further beyond what decode has told"
     )
     draft_alternatives: int = Field(
-        3, ge=0, le=MAX_ALTERNATIVES, description="Next-likeliest first tokens from which the draft model goes on too"
+        3, ge=0, le=MAX_FORKS, description="Next-likeliest first tokens from which the draft model goes on too"
     )
     kv_memory_gib: float = Field(0.25, gt=0, description="Memory of the draft model's KV cache in GiB")

@@ -6,6 +6,8 @@ that it is accepted. Both are measured as steps go by. Nothing in here has a say
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -225,11 +227,15 @@ class Acceptance:
 
 
 class Candidate(NamedTuple):
-    """A decoding sequence that may be drafted for, and the `length` of what `proposer` has offered; 0: nothing."""
+    """A decoding sequence that may be drafted for, and the `length` of what `proposer` has offered; 0: nothing.
+
+    `confidence` is what it says of each of these drafts, or empty.
+    """
 
     acceptance: Acceptance
     proposer: str
     length: int
+    confidence: Sequence[float] = ()
 
 
 class DraftPolicy:
@@ -252,7 +258,7 @@ class DraftPolicy:
         self._look_ahead(candidates, base_rows)
         if not any(c.length for c in candidates):
             return [0] * len(candidates)
-        offered = [self.chances(c.acceptance, c.proposer)[: c.length] for c in candidates]
+        offered = [self._offered(c) for c in candidates]
         self._since_explored += 1
         may_try = not chunk_tokens
         if may_try and self._since_explored % PLAIN_EVERY == 0 and not self.cost.is_known(base_rows):
@@ -266,6 +272,15 @@ class DraftPolicy:
             if hoped_rate > rate * (1 + PROMISING):
                 return hoped
         return lengths
+
+    def _offered(self, candidate: Candidate) -> list[float]:
+        """The probability that its first draft is accepted, that the first two are, and so on.
+
+        What was said of these very drafts tells more than what became of others at their positions.
+        """
+        if candidate.confidence:
+            return list(itertools.accumulate(candidate.confidence, operator.mul))
+        return self.chances(candidate.acceptance, candidate.proposer)[: candidate.length]
 
     def forget_outcomes(self) -> None:
         """Of all proposers; what steps cost is still known."""

@@ -22,7 +22,7 @@ from shared.engine.errors import BadLogits, EngineError, OutOfBlocks, PromptTooL
 from shared.engine.logit_rules import LogitRules
 from shared.engine.logprobs import token_logprobs
 from shared.engine.runner import ModelRunner
-from shared.engine.sampler import ranked_tokens
+from shared.engine.sampler import choose_token, rank_tokens
 from shared.engine.scheduler import Scheduler, Work
 from shared.engine.sequence import Sequence, SequenceStep, StepStats, StopReason
 from shared.engine.verification import extended, usable_drafts, verify
@@ -39,8 +39,8 @@ STEPS_MEASURED = 4
 _AHEAD = 1 << 62
 """Sequences that an engine never makes."""
 
-_RUNNERS_UP_KEPT = 64
-"""Positions behind a sequence's end of which the runners-up are remembered."""
+_RANKINGS_KEPT = 64
+"""A sequence's last positions of which it is remembered how likely their tokens were."""
 
 _PROMPT_TAIL = 8
 """Ids of the prompt that the detokenizer sees as context of the first output token."""
@@ -99,7 +99,7 @@ class Engine:
         text: bool = True,
         salt: str = "",
         ahead: bool = False,
-        runners_up: int = 0,
+        runners_up: int | None = None,
     ) -> Sequence:
         """Describe a sequence; it holds nothing yet. `token_ids` is the prompt and the output already known.
 
@@ -107,8 +107,8 @@ class Engine:
         stopped. When it already ends the sequence, `finish_reason` is set and the sequence need not be started.
         `prefill_only` pauses after one sampled token, `pause_after` after that many. `text=False` skips
         detokenization (and stop strings). Only sequences of one `salt` share cached blocks. One that is `ahead` counts
-        as older than all that are not. Where a token is sampled so many `runners_up` are kept. Raises EngineError (bad
-        ids, id in use), PromptTooLong, SequenceTooLarge.
+        as older than all that are not. With a number of `runners_up` it is kept how likely each sampled token was, and
+        so many others. Raises EngineError (bad ids, id in use), PromptTooLong, SequenceTooLarge.
         """
         if seq_id in self._sequences:
             raise EngineError(f"sequence {seq_id} exists already; release it first")
@@ -208,12 +208,15 @@ class Engine:
         if sequence is not None:
             sequence.pins = max(0, sequence.pins - 1)
 
-    def propose(self, seq_id: str, start: int, token_ids: list[int], proposer: str = "") -> None:
+    def propose(
+        self, seq_id: str, start: int, token_ids: list[int], proposer: str = "", confidence: tuple[float, ...] = ()
+    ) -> None:
         """Drafted tokens from absolute position `start` on; used in the next step if they agree with the sequence.
 
-        They may also go on from what was proposed before and still agrees. The later proposal wins, unless it says
-        less of the same. Never an error: one for an unknown sequence, or that continues nothing, is dropped and leaves
-        an earlier one in place.
+        `confidence` is the probability of each if those before it are right; where none is given it is taken from what
+        became of the proposer's drafts. They may also go on from what was proposed before and still agrees. The later
+        proposal wins, unless it says less of the same. Never an error: one for an unknown sequence, or that continues
+        nothing, is dropped and leaves an earlier one in place.
         """
         sequence = self._sequences.get(seq_id)
         if sequence is None:
@@ -227,6 +230,8 @@ class Engine:
         if joined is None or not all(0 <= t < self.vocab_size for t in proposed):
             return
         sequence.proposal = (known, joined[:limit])
+        stated = not behind and len(confidence) == len(token_ids)
+        sequence.confidence = list(confidence[known - start :][:limit]) if stated else []
         if not behind:
             sequence.proposer = proposer
 
@@ -251,7 +256,7 @@ class Engine:
         sequence.token_ids = list(token_ids[: sequence.num_prompt])
         sequence.finish_reason = None
         sequence.proposal = None
-        sequence.runners_up.clear()
+        sequence.rankings.clear()
         if sequence.rules is not None:
             sequence.rules.restart()
         self._replay(sequence, token_ids[sequence.num_prompt :])
@@ -468,13 +473,14 @@ class Engine:
     def _choose(sequence: Sequence, logits: NDArray[np.float32]) -> int:
         position = len(sequence.token_ids)
         try:
-            ranked = ranked_tokens(logits, sequence.params, position, sequence.rules, sequence.num_runners_up)
+            if sequence.num_runners_up is None:
+                return choose_token(logits, sequence.params, position, sequence.rules)
+            ranking = rank_tokens(logits, sequence.params, position, sequence.rules, sequence.num_runners_up)
         except FloatingPointError as error:
             raise BadLogits(f"sequence {sequence.seq_id}, position {position}: {error}") from error
-        if sequence.num_runners_up:
-            sequence.runners_up[position] = ranked[1:]
-            sequence.runners_up.pop(position - _RUNNERS_UP_KEPT, None)
-        return ranked[0]
+        sequence.rankings[position] = ranking
+        sequence.rankings.pop(position - _RANKINGS_KEPT, None)
+        return ranking.token_ids[0]
 
     def _replay(self, sequence: Sequence, token_ids: list[int]) -> None:
         """Append output tokens that are known already, until one ends the sequence; those after it are dropped."""

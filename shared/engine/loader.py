@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
+from numpy.typing import NDArray
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -26,6 +29,8 @@ from shared.engine.experts import replace_experts
 from shared.engine.norms import replace_norms
 from shared.engine.packed_linear import MakeLinear, linear_maker, plain_linear, replace_linears
 from shared.engine.rotary import replace_rotary
+from shared.models.drafts import HEAD_TOKENS, read_head_tokens
+from shared.models.errors import ModelError
 from shared.protocol.blocks import KVLayout
 
 _EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -33,7 +38,10 @@ _EXPERT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_n
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """`module(input_ids, position_ids, ...)` gives logits; `layout` still lacks the digest of the numerics."""
+    """`module(input_ids, position_ids, ...)` gives logits; `layout` still lacks the digest of the numerics.
+
+    With a short head the logits are those of `head_tokens`, in this order.
+    """
 
     module: nn.Module
     layout: KVLayout
@@ -41,6 +49,7 @@ class LoadedModel:
     vocab_size: int
     context_length: int
     eos_token_ids: frozenset[int]
+    head_tokens: NDArray[np.int64] | None = None
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -77,6 +86,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     with torch.inference_mode(False), torch.no_grad():
         check_attention(module, str(hf_config.model_type), shape)
         _make_experts_exact(module, config, hf_config)
+        head_tokens = _shorten_head(module, path, int(text.vocab_size))
         replace_linears(module, _linear_maker(config))
         if config.device == "cpu":
             replace_norms(module)
@@ -105,7 +115,32 @@ def load_model(config: EngineConfig) -> LoadedModel:
         vocab_size=int(text.vocab_size),
         context_length=positions,
         eos_token_ids=_eos_token_ids(config, hf_config),
+        head_tokens=head_tokens,
     )
+
+
+def _shorten_head(module: Any, path: Path, vocab_size: int) -> NDArray[np.int64] | None:
+    """Where the model's directory names the tokens of a short head, let the head give logits for these only.
+
+    For drafts, whose head is most of a step: FR-Spec (Zhao and others, 2025).
+    """
+    try:
+        token_ids = read_head_tokens(path)
+    except ModelError as error:
+        raise UnsupportedModel(str(error)) from error
+    if not token_ids:
+        return None
+    kept = np.unique(np.array(token_ids, np.int64))
+    if kept[0] < 0 or kept[-1] >= vocab_size:
+        raise UnsupportedModel(f"{path / HEAD_TOKENS} names tokens beyond the ids 0 .. {vocab_size - 1}")
+    head = module.get_output_embeddings()
+    short = nn.Linear(head.in_features, len(kept), bias=head.bias is not None, dtype=head.weight.dtype)
+    rows = torch.from_numpy(kept)
+    short.weight.copy_(head.weight[rows])
+    if head.bias is not None:
+        short.bias.copy_(head.bias[rows])
+    module.set_output_embeddings(short.requires_grad_(False))
+    return kept
 
 
 def _let_go_of_file(module: nn.Module) -> None:

@@ -10,10 +10,16 @@ import torch
 from torch import nn
 
 from shared.engine.errors import EngineError
-from shared.engine.kernels import library
+from shared.engine.kernels import has_byte_products, library
 
 PANEL = 32
 """Outputs that the kernel computes together."""
+
+_QUAD = 4
+"""Products of bytes that one instruction adds up."""
+
+_LEVELS = 127
+"""Steps of an 8-bit weight's magnitude."""
 
 _GROUPS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
@@ -83,11 +89,67 @@ class PackedLinear(nn.Module):
         return self._product(x, self._packed)  # type: ignore[no-any-return]
 
 
-class Int8Linear(nn.Module):
+class ByteLinear(nn.Module):
     """`x @ weight.T + bias` with 8-bit weights (one scale for each output) and 8-bit inputs (one scale for each row).
+
+    By our kernel, on one thread, where the processor has AVX-512 VNNI.
 
     The products are summed as integers, so they are exact, and a row's scale is its own: nothing depends on neighbours.
     """
+
+    panels: torch.Tensor
+    scales: torch.Tensor
+    sums: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self._padded = -(-self.in_features // _QUAD) * _QUAD
+        panels, scales, sums = _byte_panels(weight)
+        self.register_buffer("panels", panels, persistent=False)
+        self.register_buffer("scales", scales, persistent=False)
+        self.register_buffer("sums", sums, persistent=False)
+        self.register_buffer("bias", None if bias is None else bias.detach().float().clone(), persistent=False)
+        bias_at = None if self.bias is None else self.bias.data_ptr()
+        self._weights_at = (panels.data_ptr(), scales.data_ptr(), sums.data_ptr(), bias_at)
+        self._kernel = library().hr_linear_bytes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features], fp32."""
+        x = x.contiguous()
+        rows = x.numel() // self.in_features
+        out = x.new_empty((*x.shape[:-1], self.out_features))
+        room, row_scales = torch.empty((rows, self._padded), dtype=torch.uint8), torch.empty(rows)
+        self._kernel(
+            x.data_ptr(),
+            *self._weights_at,
+            out.data_ptr(),
+            room.data_ptr(),
+            row_scales.data_ptr(),
+            rows,
+            self.in_features,
+            self.out_features,
+        )
+        return out
+
+
+def _byte_panels(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """[out, in] -> (int8 [ceil(out / PANEL), ceil(in / 4), PANEL, 4]; of each output, padded: its scale, fp32, and the
+    sum of its bytes, int32)."""
+    size, depth = weight.shape
+    panels, quads = -(-size // PANEL), -(-depth // _QUAD)
+    weight = weight.detach().float()
+    scales = torch.ones(panels * PANEL)
+    scales[:size] = (weight.abs().amax(1) / _LEVELS).clamp_(min=torch.finfo(torch.float32).tiny)
+    padded = torch.zeros((panels * PANEL, quads * _QUAD), dtype=torch.int8)
+    padded[:size, :depth] = (weight / scales[:size, None]).round().to(torch.int8)
+    sums = padded.sum(1, dtype=torch.int32)
+    return padded.view(panels, PANEL, quads, _QUAD).transpose(1, 2).contiguous(), scales, sums
+
+
+class Int8Linear(nn.Module):
+    """The same by fbgemm, on all of torch's threads and on any x86 processor; slower at few rows."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -123,7 +185,7 @@ def _use_fbgemm() -> None:
 def _pack_int8(weight: torch.Tensor) -> torch.ScriptObject:
     _use_fbgemm()
     weight = weight.detach().float().contiguous()
-    scales = (weight.abs().amax(1) / 127).clamp_(min=torch.finfo(torch.float32).tiny).double()
+    scales = (weight.abs().amax(1) / _LEVELS).clamp_(min=torch.finfo(torch.float32).tiny).double()
     zeros = torch.zeros(len(weight), dtype=torch.long)
     with warnings.catch_warnings():  # torch announces that this will go some day; the versions are pinned
         warnings.simplefilter("ignore", UserWarning)
@@ -203,7 +265,10 @@ def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Module:
 
 def linear_maker(dtype: str, threads: int) -> MakeLinear:
     """How linear layers are held under an EngineConfig's `dtype` and `threads`."""
-    makers: dict[str, MakeLinear] = {"fp16-packed": HalfLinear if threads == 1 else PackedLinear, "int8": Int8Linear}
+    makers: dict[str, MakeLinear] = {
+        "fp16-packed": HalfLinear if threads == 1 else PackedLinear,
+        "int8": ByteLinear if threads == 1 and has_byte_products() else Int8Linear,
+    }
     return makers.get(dtype, plain_linear)
 
 

@@ -30,7 +30,7 @@ from shared.engine.kernel_attention import KernelAttention
 from shared.engine.kv_cache import KVCache
 from shared.engine.loader import LoadedModel, load_model
 from shared.engine.norms import KernelRMSNorm
-from shared.engine.packed_linear import FusedPart, HalfLinear, Int8Linear, PackedLinear
+from shared.engine.packed_linear import ByteLinear, FusedPart, HalfLinear, Int8Linear, PackedLinear
 from shared.engine.rotary import RotaryTable
 from shared.engine.row_safety import VARIANTS, Probe, safe_rows
 from shared.protocol.blocks import KVLayout
@@ -81,7 +81,16 @@ class ModelRunner:
         safe = self._safe_sizes(probes)
         self._safe = safe
         self._builder = BatchBuilder(self.attention, self._device, safe)
-        leaves = (HalfLinear, PackedLinear, Int8Linear, TiledLinear, FusedPart, KernelRMSNorm, UniformActivation)
+        leaves = (
+            HalfLinear,
+            PackedLinear,
+            ByteLinear,
+            Int8Linear,
+            TiledLinear,
+            FusedPart,
+            KernelRMSNorm,
+            UniformActivation,
+        )
         call_directly(model.module, leaves)
         self.layout = self._check_numerics()
         if self._on_cuda:
@@ -112,8 +121,18 @@ class ModelRunner:
     def forward(self, sequences: list[SequenceRows]) -> NDArray[np.float32]:
         """One pass. Returns the logits of each sequence's last `num_logits` rows, in order: [rows, vocabulary].
 
-        On CUDA they lie in memory that the next pass uses again.
+        A token that a short head leaves out has -inf. On CUDA they lie in memory that the next pass uses again.
         """
+        logits = self._forward(sequences)
+        kept = self.model.head_tokens
+        if kept is None or not len(logits):
+            return logits
+        whole = np.full((len(logits), self.model.vocab_size), -np.inf, np.float32)
+        whole[:, kept] = logits
+        return whole
+
+    def _forward(self, sequences: list[SequenceRows]) -> NDArray[np.float32]:
+        """The same, [rows, tokens of the head]."""
         logits = self._graphs.run(sequences)
         return self._run(self._builder.build(sequences)) if logits is None else self._to_host(logits)
 
@@ -230,7 +249,7 @@ class ModelRunner:
             first = max(0, _TRIAL_TOKENS - rows)
             sequences = [self._trial_rows(start, 1, blocks) for start in range(first, _TRIAL_TOKENS)]
             expected = self._run(self._builder.build(sequences)).copy()
-            if not self._agree(expected, self.forward(sequences)):
+            if not self._agree(expected, self._forward(sequences)):
                 self._graphs = GraphSet()
                 _log.warning("graphs_unusable", reason=f"the one of {rows} rows gave other bits than the eager pass")
                 break
@@ -308,7 +327,7 @@ class ModelRunner:
             where = axis if out.shape[axis] == rows else list(out.shape).index(rows)
             return out.movedim(where, 0).reshape(rows, -1)
 
-        products = (nn.Linear, HalfLinear, PackedLinear, Int8Linear)
+        products = (nn.Linear, HalfLinear, PackedLinear, ByteLinear, Int8Linear)
         wide_product = isinstance(layer, products) and layer.out_features >= VARIANTS
         return Probe(probe, 1 if wide_product else VARIANTS)
 
@@ -330,11 +349,11 @@ class ModelRunner:
         """
         need = self._trial_blocks()
         whole, pieces = list(range(need)), list(range(need, 2 * need))[::-1]
-        expected = self.forward([self._trial_rows(0, _TRIAL_TOKENS, whole)])[0].copy()
+        expected = self._forward([self._trial_rows(0, _TRIAL_TOKENS, whole)])[0].copy()
         start = 0
         for count in (19, 1, 5, 1, 9, _TRIAL_TOKENS - 35):
             neighbour = self._trial_rows(start, 1, whole)
-            found = self.forward([neighbour, self._trial_rows(start, count, pieces)])[1].copy()
+            found = self._forward([neighbour, self._trial_rows(start, count, pieces)])[1].copy()
             start += count
         digest, other = (self._kv_digest(blocks) for blocks in (whole, pieces))
         if not self._agree(expected, found) or (self._exact and digest != other):

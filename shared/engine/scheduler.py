@@ -274,7 +274,7 @@ class Scheduler:
             return [len(offered) for offered in offers]
         drafting = [i for i, s in enumerate(ready) if s.speculate]
         chosen = self._draft_policy.choose(
-            [Candidate(ready[i].acceptance, ready[i].proposer, len(offers[i])) for i in drafting],
+            [_candidate(ready[i], len(offers[i])) for i in drafting],
             len(ready),
             chunk_tokens=min(prompt_tokens, self._max_batch_tokens - len(ready)),
             spare=spare,
@@ -371,6 +371,15 @@ class Scheduler:
     def _room(self, sequence: Sequence) -> int:
         """Tokens for which it has blocks or could have free ones, beyond those known."""
         return (len(sequence.block_ids) + self._pool.num_free) * self._block_tokens - len(sequence.token_ids)
+
+
+def _candidate(sequence: Sequence, length: int) -> Candidate:
+    """With what was said of its first `length` drafts that may be verified."""
+    confidence: list[float] = []
+    if length and sequence.proposal is not None:
+        known = len(sequence.token_ids) - sequence.proposal[0]
+        confidence = sequence.confidence[known : known + length]
+    return Candidate(sequence.acceptance, sequence.proposer, length, confidence)
 
 
 def _age(sequence: Sequence) -> int:

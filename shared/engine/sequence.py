@@ -8,6 +8,7 @@ from typing import Literal
 from shared.engine.detokenizer import Detokenizer
 from shared.engine.draft_policy import Acceptance
 from shared.engine.logit_rules import LogitRules
+from shared.engine.sampler import Ranking
 from shared.protocol.jobs import SamplingParams
 from shared.protocol.records import TokenLogprobs
 
@@ -22,10 +23,11 @@ class Sequence:
     `token_ids` is the prompt and the output so far. The KV of the first `num_computed` of them lies in `block_ids`
     (in order); the last token known is never computed before it is fed. `pause_after` parks the sequence once that
     many tokens were sampled since it started. It ends with `length` at `max_length` tokens in all. `proposal` is the
-    newest drafted run: (absolute position, token ids), `proposer` who guessed its next token, `acceptance` what became
-    of the drafts so far. While `pins` is not 0 it keeps its blocks. `rules`, if the request has any, know every output
-    token in `token_ids`; one of `stop_ids` ends the sequence. `runners_up` has, by the position of a token that was
-    sampled lately, up to `num_runners_up` others that were next-likeliest there, the likeliest first.
+    newest drafted run: (absolute position, token ids), `confidence` the probability of each of these tokens if those
+    before it are right, or empty; `proposer` who guessed its next token, `acceptance` what became of the drafts so far.
+    While `pins` is not 0 it keeps its blocks. `rules`, if the request has any, know every output token in `token_ids`;
+    one of `stop_ids` ends the sequence. `rankings` has, by the position of a token that was sampled lately, how likely
+    it was, and up to `num_runners_up` others; None: nothing is kept.
 
     The first `num_committed` blocks are full, final and read only: others may hold them too, found by `block_keys`,
     which mix in the `salt`. The KV of `num_cached` tokens came from the prefix cache and was never computed here; what
@@ -57,11 +59,12 @@ class Sequence:
     block_keys: list[bytes] = field(default_factory=list)
     pins: int = 0
     proposal: tuple[int, list[int]] | None = None
+    confidence: list[float] = field(default_factory=list)
     proposer: str = ""
     acceptance: Acceptance = field(default_factory=Acceptance)
     finish_reason: StopReason | None = None
-    num_runners_up: int = 0
-    runners_up: dict[int, list[int]] = field(default_factory=dict)
+    num_runners_up: int | None = None
+    rankings: dict[int, Ranking] = field(default_factory=dict)
 
     @property
     def num_pending(self) -> int:

@@ -9,7 +9,7 @@ import hashlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
@@ -30,6 +30,20 @@ TOKENIZER_FILES: Final = (
     "generation_config.json",
 )
 """What a draft has in common with its target, file for file: the same tokens, and the same ends of a text."""
+
+HEAD_TOKENS: Final = "head_tokens.json"
+"""In a draft's directory: the ids, as a JSON list, of the tokens that its head knows. Without it: all."""
+
+FOLLOWERS: Final = "followers.safetensors"
+"""In a draft's directory: which tokens usually follow which. Without it the draft model guesses alone."""
+
+PACKED_FOLLOWERS: Final = "followers/"
+"""Begins the names of its arrays in a packed draft."""
+
+PACKED_HEAD: Final = "head_tokens"
+"""The same in a packed draft."""
+
+_Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 _PACKED = Path(__file__).with_name("packed_drafts")
 
@@ -74,6 +88,20 @@ def draft_of(model: str) -> str:
     return next((d.name for d in BUILTIN_DRAFTS.values() if d.target == model and d.packed.is_file()), "")
 
 
+def read_head_tokens(directory: Path) -> list[int]:
+    """Empty where the head knows all tokens. Raises ModelUnusable."""
+    path = directory / HEAD_TOKENS
+    if not path.is_file():
+        return []
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=list[_Token])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ModelUnusable(f"{path} cannot be read: {error}") from error
+    if not found:
+        raise ModelUnusable(f"{path} names no token")
+    return found
+
+
 class PackHeader(msgspec.Struct, frozen=True):
     """In the metadata of a packed draft: `config` is the model's configuration, `shared` the names of the weights that
     the target gives, `report` how the draft was made and what it is worth."""
@@ -98,6 +126,12 @@ def build_draft(packed: Path, target: Path, directory: Path) -> None:
             stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         if header.format != PACK_FORMAT:
             raise ModelUnusable(f"{packed.name} has format {header.format!r}; this version reads {PACK_FORMAT!r}")
+        if (head_tokens := stored.pop(PACKED_HEAD, None)) is not None:
+            (directory / HEAD_TOKENS).write_bytes(msgspec.json.encode(head_tokens.tolist()))
+        names = [name for name in stored if name.startswith(PACKED_FOLLOWERS)]
+        if names:
+            arrays = {name.removeprefix(PACKED_FOLLOWERS): stored.pop(name) for name in names}
+            save_file(arrays, directory / FOLLOWERS)
         weights = {name: _whole(stored, name) for name in stored if not name.endswith(SCALES)}
         missing = set(header.shared)
         for path in sorted(target.glob("*.safetensors")):

@@ -16,9 +16,10 @@ MAX_CONTEXT_TOKENS: Final = 65_536
 """Tokens in one context; what is longer goes in several, each from where the last one ended."""
 
 MAX_PROPOSAL_TOKENS: Final = 64
-MAX_ALTERNATIVES: Final = 7
+MAX_FORKS: Final = 7
+MAX_ALTERNATIVES: Final = 96
 MAX_ALTERNATIVE_TOKENS: Final = 16
-MAX_PROPOSALS: Final = 256
+MAX_PROPOSALS: Final = 32
 """Proposals in one message."""
 
 MAX_DRAFT_BYTES: Final = 768 << 10
@@ -28,6 +29,7 @@ _Name = Annotated[str, Meta(max_length=256)]
 _Position = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _Token = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 _Alternative = Annotated[list[_Token], Meta(max_length=MAX_ALTERNATIVE_TOKENS)]
+_AlternativeConfidence = Annotated[list[float], Meta(max_length=MAX_ALTERNATIVE_TOKENS)]
 
 
 class DraftContext(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -57,8 +59,9 @@ class Proposal(msgspec.Struct, frozen=True, omit_defaults=True):
     what the same proposer said before.
 
     `confidence[i]` is the probability that token i is right if those before it are; one entry per token, or none at
-    all. `alternatives` are guesses from `start` on whose first token is another, each to be used where that one came.
-    `resend` asks for the whole context: the drafter does not have it.
+    all. `alternatives` are guesses from `start` on whose first token is another, each to be used where that one came;
+    `alternative_confidence` is for each what `confidence` is for `token_ids`. `resend` asks for the whole context: the
+    drafter does not have it.
     """
 
     request_id: _Name
@@ -68,6 +71,7 @@ class Proposal(msgspec.Struct, frozen=True, omit_defaults=True):
     confidence: Annotated[list[float], Meta(max_length=MAX_PROPOSAL_TOKENS)] = []
     resend: bool = False
     alternatives: Annotated[list[_Alternative], Meta(max_length=MAX_ALTERNATIVES)] = []
+    alternative_confidence: Annotated[list[_AlternativeConfidence], Meta(max_length=MAX_ALTERNATIVES)] = []
 
 
 class Proposals(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -157,14 +157,16 @@ class Chooser:
         known = self._length - start
         return self._recent[-known:] if 0 < known <= len(self._recent) else []
 
-    def best(self, max_tokens: int) -> Guess | None:
+    def best(self, max_tokens: int, proposer: str | None = None) -> Guess | None:
         """The guess from the sequence's end on of which the most tokens are expected to be right; None without any.
 
-        Its confidence is what experience makes of the proposer's own.
+        With `proposer` only its own. The confidence is what experience makes of the proposer's.
         """
         best: Guess | None = None
         most = 0.0
         for name, candidate in self._candidates.items():
+            if proposer is not None and name != proposer:
+                continue
             chances = candidate.chances(max_tokens)
             expected = _expected_tokens(chances) * candidate.bonus(self._length)
             if expected > most:

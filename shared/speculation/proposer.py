@@ -12,7 +12,8 @@ class Guess:
     """Guessed tokens from absolute position `start` of the sequence on; prompt tokens count.
 
     `confidence[i]` estimates the probability that token `i` is right if all before it are. It has one entry per token,
-    or none at all where the proposer has no idea. `alternatives` go on from other tokens at `start`.
+    or none at all where the proposer has no idea. `alternatives` go on from other tokens at `start`, each with its
+    confidence if any are given.
     """
 
     start: int
@@ -20,6 +21,7 @@ class Guess:
     confidence: tuple[float, ...] = ()
     proposer: str = ""
     alternatives: tuple[tuple[int, ...], ...] = ()
+    alternative_confidence: tuple[tuple[float, ...], ...] = ()
 
 
 class Proposer(Protocol):

@@ -232,7 +232,8 @@ class Paced:
 def lies(context: DraftContext, known: list[int]) -> list[Proposal]:
     ids = [random.randrange(VOCABULARY) for _ in range(12)]
     others = [[random.randrange(VOCABULARY) for _ in range(4)] for _ in range(7)]
-    return [Proposal(context.request_id, len(known), ids, DRAFT_MODEL, [0.99] * 12, alternatives=others)]
+    sure = [[0.99] * 4] * 7
+    return [Proposal(context.request_id, len(known), ids, DRAFT_MODEL, [0.99] * 12, False, others, sure)]
 
 
 def late(context: DraftContext, known: list[int]) -> list[Proposal]:
@@ -260,6 +261,7 @@ def nonsense(context: DraftContext, known: list[int]) -> list[Proposal]:
         Proposal(context.request_id, len(known), [], DRAFT_MODEL, alternatives=[[t, VOCABULARY * 9] for t in range(7)]),
         Proposal(context.request_id, 2**31 - 1, [1], DRAFT_MODEL, alternatives=[[], [3], [3]]),
         Proposal(context.request_id, 0, known[:1], DRAFT_MODEL, alternatives=[known[:16]] * 7),
+        Proposal(context.request_id, len(known), [1], DRAFT_MODEL, [-3.0], False, [[2], [3, 4]], [[float("nan")] * 5]),
     ]
 
 
@@ -333,7 +335,8 @@ async def test_a_drafter_whose_first_choice_is_always_wrong_helps_by_its_alterna
             return []
         wrong, strange = (right[0] + 1) % VOCABULARY, (right[0] + 2) % VOCABULARY
         others = [[strange, 3, 3], right]
-        return [Proposal(context.request_id, len(known), [wrong], DRAFT_MODEL, [0.9], alternatives=others)]
+        chances = [[0.02, 0.1, 0.1], [0.07, *[0.9] * (len(right) - 1)]]
+        return [Proposal(context.request_id, len(known), [wrong], DRAFT_MODEL, [0.9], False, others, chances)]
 
     decode = await speculating(pipeline)
     assert isinstance(decode.worker, DecodeWorker)

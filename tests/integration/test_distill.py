@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from services.draft.distill.corpus import Corpus
 from services.draft.distill.result import DistillReport, read_report
 from shared.models import resolve_model
+from shared.models.drafts import build_draft, read_head_tokens
 from tests.unit.distill_harness import chat_target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,12 +117,46 @@ def _progress(out: Path) -> tuple[int, int]:
     return len(list(work.glob("*/texts-*"))), checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
 
 
+def _learned(out: Path) -> tuple[list[tuple[str, int]], bytes]:
+    """Texts and when they were written; the checkpoint, which tells the time that training took as well."""
+    texts = sorted((str(path), path.stat().st_mtime_ns) for path in (out / "work").glob("*/texts-*"))
+    return texts, (out / "work" / "training.safetensors").read_bytes()
+
+
 def test_a_finished_draft_is_not_made_again(target: Path, undisturbed: Path) -> None:
     before = (undisturbed / "model.safetensors").stat().st_mtime_ns
     status, said, _ = finish(start(target, undisturbed))
     assert status == 0
     assert "held out, greedy " in said
     assert (undisturbed / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_another_head_needs_no_training(target: Path, undisturbed: Path, tmp_path: Path) -> None:
+    out, packed = tmp_path / "shorter", tmp_path / "packed.safetensors"
+    subprocess.run(["cp", "-rp", undisturbed, out], check=True, timeout=20)
+    whole, learned = load_file(out / "model.safetensors"), _learned(out)
+    status, _, complained = finish(start(target, out, "--head-tokens", "40", "--pack", str(packed)))
+    assert status == 0, complained
+    assert _learned(out) == learned
+    for name, weight in load_file(out / "model.safetensors").items():
+        assert weight.equal(whole[name]), name
+    kept = read_head_tokens(out)
+    assert len(set(kept)) == 40
+    report, before = read_report(out), read_report(undisturbed)
+    assert report is not None
+    assert before is not None
+    assert (report.head_tokens, before.head_tokens) == (40, 8192)
+    assert report.accepted.greedy.positions == before.accepted.greedy.positions
+    assert 0 < report.accepted.greedy.share <= before.accepted.greedy.share, "it is measured as it will draft"
+    (tmp_path / "built").mkdir()
+    build_draft(packed, target, tmp_path / "built")
+    assert read_head_tokens(tmp_path / "built") == kept
+    made = (out / "model.safetensors").stat().st_mtime_ns
+    assert finish(start(target, out, "--head-tokens", "40"))[0] == 0
+    assert (out / "model.safetensors").stat().st_mtime_ns == made
+    assert finish(start(target, out, "--head-tokens", "0"))[0] == 0
+    assert read_head_tokens(out) == []
+    assert _learned(out) == learned
 
 
 def test_more_epochs_use_the_text_that_is_there(target: Path, undisturbed: Path, tmp_path: Path) -> None:
@@ -183,6 +218,7 @@ def test_the_command_reaches_it_with_its_options(target: Path, tmp_path: Path) -
     (tmp_path / "prompts").write_text("hello\n\nhow are you\nSTOP\nall\nhe\n")
     status, said, complained = finish(
         start(target, tmp_path / "out", "--prompts", str(tmp_path / "prompts"), "--tokens", "700",
+              "--head-tokens", "33",
               program=("-m", "services.cli", "distill"))
     )  # fmt: skip
     assert status == 0, complained
@@ -192,6 +228,7 @@ def test_the_command_reaches_it_with_its_options(target: Path, tmp_path: Path) -
     assert report.recipe.corpus.seed == 4
     assert report.recipe.corpus.prompts_sha256
     assert report.texts > 0
+    assert report.head_tokens == len(read_head_tokens(tmp_path / "out")) == 33
     corpus = Corpus(tmp_path / "out" / "work" / "corpus", report.recipe.corpus, itertools.count)
     assert corpus.num_made >= 700
     assert said

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 from nats.aio.msg import Msg
 
-from services.decode.draft_link import DRAFT_SERVICE, MAX_HEARD, DraftLink
+from services.decode.draft_link import DRAFT_SERVICE, MAX_HEARD, SURE_TOKENS, DraftLink
 from shared.bus import Bus
 from shared.protocol.drafts import (
     DRAFT_MODEL,
@@ -148,8 +148,10 @@ async def test_a_sequence_is_told_from_the_beginning_then_as_it_grows_then_forgo
     drafter, other = await chosen(drafters)
     stage.link.grew("r1", [7, 8], 3)
     await drafter.heard(2)
+    stage.link.grew("r1", [9], 6)
+    await drafter.heard(3)
     stage.link.leave("r1")
-    first, second, last = await drafter.heard(3)
+    first, second, third, last = await drafter.heard(4)
     assert (first.start, first.token_ids, first.num_prompt, first.params, first.salt, first.tenant) == (
         0,
         request.prompt_ids,
@@ -158,7 +160,8 @@ async def test_a_sequence_is_told_from_the_beginning_then_as_it_grows_then_forgo
         "s",
         "t",
     )
-    assert (second.start, second.token_ids, second.wanted, second.params) == (5, [7, 8], 7, None)
+    assert (second.start, second.token_ids, second.wanted, second.params) == (5, [7, 8], SURE_TOKENS, None)
+    assert (third.start, third.token_ids, third.wanted) == (7, [9], 13)
     assert last.forget
     assert not other.contexts
     assert len(stage.link) == 0
@@ -204,7 +207,7 @@ async def test_where_nothing_is_wanted_it_is_said_once_and_the_tokens_come_later
         await asyncio.sleep(0.01)
     stage.link.grew("r1", [11], 1)
     contexts = await drafter.heard(3)
-    assert [(c.start, c.token_ids, c.wanted) for c in contexts[1:]] == [(5, [7], 0), (6, [8, 9, 10, 11], 3)]
+    assert [(c.start, c.token_ids, c.wanted) for c in contexts[1:]] == [(5, [7], 0), (6, [8, 9, 10, 11], SURE_TOKENS)]
 
 
 async def test_a_context_beyond_what_a_message_may_hold_goes_in_parts(parts: tuple[Stage, list[Drafter]]) -> None:
@@ -224,7 +227,7 @@ async def test_guesses_are_handed_on_under_names_that_none_in_this_process_has(
     stage.join()
     drafter, _ = await chosen(drafters)
     await drafter.say(
-        Proposal("r1", 5, [1, 2], DRAFT_MODEL, [0.5, 0.25], alternatives=[[3, 4], [5]]),
+        Proposal("r1", 5, [1, 2], DRAFT_MODEL, [0.5, 0.25], False, [[3, 4], [5]], [[0.25, 0.5], [0.125]]),
         Proposal("unknown", 5, [9], DRAFT_MODEL),
         Proposal("r1", 5, [3], "prompt_lookup"),
     )
@@ -234,7 +237,7 @@ async def test_guesses_are_handed_on_under_names_that_none_in_this_process_has(
 
     await eventually(two)
     model, other = stage.guesses
-    assert model == Guess(5, (1, 2), (0.5, 0.25), DRAFT_MODEL, ((3, 4), (5,)))
+    assert model == Guess(5, (1, 2), (0.5, 0.25), DRAFT_MODEL, ((3, 4), (5,)), ((0.25, 0.5), (0.125,)))
     assert other == Guess(5, (3,), (), DRAFT_SERVICE)
 
 

@@ -17,6 +17,7 @@ from uuid import uuid4
 import pytest
 import pytest_asyncio
 
+from services.draft.known import SOON
 from shared.bus import Bus
 from shared.engine import Engine
 from shared.protocol.drafts import DRAFT_MODEL, DraftContext, decode_proposals, encode_draft
@@ -165,6 +166,8 @@ class Decode:
             else:
                 guesses = self.guesses[proposal.request_id][proposal.proposer]
                 guesses.update(enumerate(proposal.token_ids, proposal.start))
+                assert len(proposal.confidence) == len(proposal.token_ids)
+                assert [*map(len, proposal.alternative_confidence)] == [*map(len, proposal.alternatives)]
                 if proposal.alternatives:
                     self.alternatives[proposal.request_id] = proposal.alternatives
 
@@ -210,31 +213,35 @@ def strange(seed: int, length: int = 40) -> list[int]:
     return [(seed + 7 * at) % 250 for at in range(length)]
 
 
-async def serve(decode: Decode, name: str, prompt: list[int], said: list[int], params: SamplingParams) -> None:
-    """Decode a request that accepts all drafts, three at a time."""
+async def serve(
+    decode: Decode, name: str, prompt: list[int], said: list[int], params: SamplingParams, far: int = SOON
+) -> None:
+    """Decode a request that accepts all drafts, three at a time, where at least `far` are made."""
     await decode.begin(name, prompt, params, tenant=name)  # what others said is no help
-    for done in range(0, len(said), 3):
-        await decode.until_guessed(name, len(prompt) + done, said[done : done + WANTED])
+    for done in range(0, len(said) - 1, 3):  # of a single token nothing is said
+        await decode.until_guessed(name, len(prompt) + done, said[done : done + far])
         await decode.grow(name, len(prompt) + done, said[done : done + 3])
     await decode.forget(name)
 
 
 @pytest.mark.parametrize(
-    "params",
+    ("params", "far"),
     [
-        greedy(LENGTH),
-        sampled(LENGTH, seed=3, top_p=0.9, temperature=0.9),
-        greedy(LENGTH, **RULED),
-        sampled(LENGTH, seed=4, **RULED),
+        (greedy(LENGTH), SOON),
+        (sampled(LENGTH, seed=3, top_p=0.9, temperature=0.9), SOON),
+        (greedy(LENGTH, **RULED), SOON),
+        (sampled(LENGTH, seed=4, **RULED), SOON),
+        (sampled(LENGTH, seed=3, temperature=0.01), WANTED),
     ],
-    ids=["greedy", "sampled", "greedy-ruled", "sampled-ruled"],
+    ids=["greedy", "sampled", "greedy-ruled", "sampled-ruled", "sure"],
 )
 async def test_the_draft_model_guesses_with_the_targets_own_noise_and_rules(
-    bus: Bus, twin: Drafter, engine: Engine, params: SamplingParams, request: pytest.FixtureRequest
+    bus: Bus, twin: Drafter, engine: Engine, params: SamplingParams, far: int, request: pytest.FixtureRequest
 ) -> None:
+    """Of random weights the next tokens alone are likely enough, unless the temperature makes them sure."""
     prompt = strange(11)
     decode = await Decode(bus, twin).open()
-    await serve(decode, request.node.name, prompt, answer(engine, prompt, params), params)
+    await serve(decode, request.node.name, prompt, answer(engine, prompt, params), params, far)
     assert DRAFT_MODEL in decode.guesses[request.node.name]
 
 
@@ -260,30 +267,31 @@ async def test_a_wrong_guess_is_taken_back(bus: Bus, twin: Drafter, engine: Engi
     goes_on = answer(engine, prompt + other, params)
     decode = await Decode(bus, twin).open()
     await decode.begin("wrong", prompt, params)
-    await decode.until_guessed("wrong", len(prompt), said[:WANTED])
+    await decode.until_guessed("wrong", len(prompt), said[:SOON])
     await decode.grow("wrong", len(prompt), other)
-    await decode.until_guessed("wrong", len(prompt) + 3, goes_on[:WANTED])
+    await decode.until_guessed("wrong", len(prompt) + 3, goes_on[:SOON])
 
 
 async def test_alternatives_are_told_and_gone_on_with_when_they_come_true(
     bus: Bus, twin: Drafter, engine: Engine
 ) -> None:
-    prompt, params = strange(16), sampled(LENGTH, seed=9, top_p=1.0)
+    prompt, params = strange(16), sampled(LENGTH, seed=9, top_p=1.0, top_k=4, temperature=2.0)
     decode = await Decode(bus, twin).open()
     await decode.begin("otherwise", prompt, params)
     text = list(prompt)
     for _ in range(3):
 
-        async def complete() -> bool:
-            return [len(guess) for guess in decode.alternatives.get("otherwise", [])] == [4, 4, 4]
+        async def told() -> bool:
+            return "otherwise" in decode.alternatives
 
-        await eventually(complete, within_s=30)
-        came = decode.alternatives.pop("otherwise")[1]
+        await eventually(told, within_s=30)
+        came = decode.alternatives.pop("otherwise")[-1]
         goes_on = answer(engine, [*text, came[0]], params)
-        assert came[1:] == goes_on[:3]
+        assert 2 <= len(came) <= 4
+        assert came[1:] == goes_on[: len(came) - 1]
         await decode.grow("otherwise", len(text), came[:1])
         text.append(came[0])
-        await decode.until_guessed("otherwise", len(text), goes_on[:WANTED])
+        await decode.until_guessed("otherwise", len(text), goes_on[:SOON])
 
 
 async def test_after_a_burst_of_contexts_the_newest_is_answered(bus: Bus, twin: Drafter, engine: Engine) -> None:
@@ -293,7 +301,7 @@ async def test_after_a_burst_of_contexts_the_newest_is_answered(bus: Bus, twin: 
     await decode.begin("burst", prompt, params)
     for done in range(30):
         await decode.grow("burst", len(prompt) + done, [said[done]])
-    await decode.until_guessed("burst", len(prompt) + 30, said[30 : 30 + WANTED])
+    await decode.until_guessed("burst", len(prompt) + 30, said[30 : 30 + SOON])
 
 
 async def test_a_drafter_killed_in_mid_stream_is_told_again_and_goes_on(
@@ -304,7 +312,7 @@ async def test_a_drafter_killed_in_mid_stream_is_told_again_and_goes_on(
     with running(Drafter(nats_url, target, "draft-9", target)) as drafter:
         decode = await Decode(bus, drafter).open()
         await decode.begin("killed", prompt, params)
-        await decode.until_guessed("killed", len(prompt), said[:WANTED])
+        await decode.until_guessed("killed", len(prompt), said[:SOON])
         drafter.kill()
         drafter.restart()
         await decode.open()
@@ -318,7 +326,7 @@ async def test_a_drafter_killed_in_mid_stream_is_told_again_and_goes_on(
             "killed", "t", 0, prompt + said[:20], decode.inbox, WANTED, num_prompt=len(prompt), params=params
         )
         await decode.send(told)
-        await decode.until_guessed("killed", len(prompt) + 20, said[20 : 20 + WANTED])
+        await decode.until_guessed("killed", len(prompt) + 20, said[20 : 20 + SOON])
 
 
 async def test_another_model_drafts_as_far_as_its_context_reaches(

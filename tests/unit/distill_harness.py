@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from services.draft.distill.corpus import Text
 from tests.unit.engine_harness import EOS, tiny_model
 
 TEMPLATE = (
@@ -27,3 +30,10 @@ def plain_target(path: Path, **changes: Any) -> Path:
     tiny_model(path, **({"num_hidden_layers": 4, "max_position_embeddings": 256} | changes))
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
     return path
+
+
+def written() -> list[Text]:
+    """One short text that a target may have written: what is counted in it matters to nobody."""
+    tokens = np.arange(12, dtype=np.int32)
+    made = np.arange(12) >= 3
+    return [Text(0, tokens, made, np.zeros((9, 1), np.int32), np.zeros((9, 1), np.float16), ())]

@@ -37,9 +37,10 @@ def reference_row(
 
 
 def reference_candidates(row: Row, p: SamplingParams) -> list[int]:
-    """The definition: rank by (logit down, id up); top-k, top-p of what is left, min-p against the best."""
+    """The definition: rank what has any probability by (logit down, id up); top-k, top-p of what is left, min-p against
+    the best."""
     scaled = _scaled(row, p)
-    order = sorted(range(len(scaled)), key=lambda i: (-scaled[i], i))
+    order = sorted((i for i in range(len(scaled)) if scaled[i] > -np.inf), key=lambda i: (-scaled[i], i))
     if p.top_k:
         order = order[: p.top_k]
     if p.top_p < 1:
@@ -60,13 +61,17 @@ def reference_choice(row: Row, p: SamplingParams, position: int) -> int:
 
 def reference_ranking(row: Row, p: SamplingParams, position: int) -> list[int]:
     """All that could be chosen, the choice first."""
-    if p.temperature == 0:
-        ids, scores = list(range(len(row))), np.asarray(row, np.float64)
-    else:
-        ids = reference_candidates(row, p)
-        scores = _scaled(row, p)[ids] + gumbel(p.seed, position, np.array(ids))
-    ranking = sorted(zip(-scores, ids, strict=True))
+    ids, values = reference_values(row, p, position)
+    ranking = sorted(zip(-values, ids, strict=True))
     return [token for score, token in ranking if score < np.inf]
+
+
+def reference_values(row: Row, p: SamplingParams, position: int) -> tuple[list[int], NDArray[np.float64]]:
+    """(tokens, that of each by which they are ranked)"""
+    if p.temperature == 0:
+        return list(range(len(row))), np.asarray(row, np.float64)
+    ids = reference_candidates(row, p)
+    return ids, _scaled(row, p)[ids] + gumbel(p.seed, position, np.array(ids))
 
 
 def reference_distribution(row: Row, p: SamplingParams) -> dict[int, float]:

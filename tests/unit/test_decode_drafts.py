@@ -14,10 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from services.decode.drafting import REMEMBER_TOKENS, Drafting
+from services.decode.drafting import REMEMBER_TOKENS, Drafted, Drafting
 from services.decode.sequence_drafts import SLICE_TOKENS, SequenceDrafts
-from shared.engine import Sequence, SequenceStep
+from shared.engine import Engine, Sequence, SequenceStep
 from shared.models import ModelFiles
+from shared.protocol.drafts import DRAFT_MODEL
 from shared.speculation import PROMPT_LOOKUP, SUFFIX_TREE, Guess, RecentOutputs, Tally
 from shared.telemetry.metrics import DecodeMetrics
 from shared.worker.engine_host import EngineHost
@@ -90,6 +91,27 @@ def test_where_a_guess_was_wrong_an_alternative_with_the_right_token_takes_over(
     assert drafts.guess(8).token_ids == (14,)
 
 
+def test_an_alternative_is_as_sure_as_was_said_of_it() -> None:
+    guess = Guess(4, (5, 6), (0.5, 0.5), "draft_model", ((8, 9, 10), (11, 12, 13)), ((0.2, 0.9, 0.1), (0.1, 0.6, 0.7)))
+    drafts = read([1, 2, 3, 4])
+    drafts.offer(guess)
+    drafts.extend([11])
+    first, second = drafts.best(8).confidence
+    # It was wrong twice as often as it expected, of which half is believed: a third more.
+    assert (first, second) == (pytest.approx(1 - 0.4 * 4 / 3), pytest.approx(1 - 0.3 * 4 / 3))
+
+
+@pytest.mark.parametrize("said", [(), ((0.3, 0.9, 0.9),), ((0.3, 0.9, 0.9), ()), ((), (0.9,))])
+def test_an_alternative_of_which_nothing_is_said_is_neither_sure_nor_unsure(
+    said: tuple[tuple[float, ...], ...],
+) -> None:
+    drafts = read([1, 2, 3, 4])
+    drafts.offer(Guess(4, (5, 6), (0.5, 0.5), "draft_model", ((8, 9, 10), (11, 12, 13)), said))
+    drafts.extend([11])
+    assert drafts.best(8).token_ids == (12, 13)
+    assert drafts.best(8).confidence == (pytest.approx(1 - 0.5 * 4 / 3),) * 2
+
+
 def test_a_guess_that_goes_on_keeps_the_alternatives_to_it() -> None:
     drafts = read([1, 2, 3, 4])
     drafts.offer(branching(4, ((8, 9),)))
@@ -150,6 +172,20 @@ def test_strange_alternatives_do_no_harm(guess: Guess) -> None:
     drafts.offer(branching(drafts.length, ((40, 41),)))
     drafts.extend([40])
     assert drafts.guess(8).token_ids == (41,)
+
+
+@pytest.mark.parametrize(
+    ("proposer", "stated"), [(DRAFT_MODEL, (0.9, 0.8)), (PROMPT_LOOKUP, ()), ("draft_service", ())]
+)
+def test_the_engine_hears_how_sure_a_model_is_and_measures_the_others_itself(
+    proposer: str, stated: tuple[float, ...]
+) -> None:
+    told: list[tuple[Any, ...]] = []
+    engine = SimpleNamespace(propose=lambda *given: told.append(given))
+    drafted = SimpleNamespace(sequence=SimpleNamespace(seq_id="s"))
+    Drafting._propose(cast(Engine, engine), cast(Drafted, drafted), None)
+    Drafting._propose(cast(Engine, engine), cast(Drafted, drafted), Guess(7, (1, 2), (0.9, 0.8), proposer))
+    assert told == [("s", 7, [1, 2], proposer, stated)]
 
 
 # Beside an engine

@@ -15,7 +15,7 @@ from services.draft.distill.corpus import Text, WrittenTurn
 from services.draft.distill.result import write_model
 from services.draft.distill.student import make_student
 from shared.engine import Engine
-from tests.unit.distill_harness import chat_target
+from tests.unit.distill_harness import chat_target, written
 from tests.unit.engine_harness import begin, drain, load, sampled
 
 
@@ -71,7 +71,7 @@ def test_a_student_is_worth_the_same_in_training_and_in_the_engine(
     student = make_student(target, [0, 3])
     for parameter in student.trained.values():
         parameter.data = parameter.data.half().float()
-    write_model(student, target, tmp_path)
+    write_model(student, target, tmp_path, [], written())
     found = of_draft(load(tmp_path), texts, 1000)
     assert found == of_student(student, texts, 1000)
     assert 0 < found.greedy.share < 1

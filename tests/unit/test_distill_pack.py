@@ -13,16 +13,17 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from services.draft.distill.acceptance import Acceptance, Accepted
+from services.draft.distill.command import _request
 from services.draft.distill.recipe import CorpusRecipe, TrainingRecipe
-from services.draft.distill.result import DistillReport, pack, write_model
+from services.draft.distill.result import DistillReport, pack, read_report, write_model
 from services.draft.distill.student import make_student
 from services.draft.vocabulary import require_same_vocabulary
 from shared.models import ModelFiles, ModelUnusable, resolve_model
 from shared.models import drafts as drafts_module
 from shared.models import resolve as resolve_module
-from shared.models.drafts import BuiltinDraft, build_draft
-from tests.unit.distill_harness import chat_target
-from tests.unit.engine_harness import begin, drain, greedy, load
+from shared.models.drafts import HEAD_TOKENS, PACKED_HEAD, BuiltinDraft, build_draft, read_head_tokens
+from tests.unit.distill_harness import chat_target, written
+from tests.unit.engine_harness import begin, drain, greedy, load, outputs
 
 RECIPE = TrainingRecipe(CorpusRecipe("tiny", "f", "fp32", 1), 100, [0, 3], 1)
 
@@ -34,7 +35,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     target = chat_target(root / "target", tie_word_embeddings=request.param)
     student = make_student(target, [0, 3])
     (root / "draft").mkdir()
-    write_model(student, target, root / "draft")
+    write_model(student, target, root / "draft", [], written())
     nothing = Accepted(Acceptance(), Acceptance())
     report = DistillReport(RECIPE, 1, 1, 1, student.shared, 0.0, 0.0, 0.0, nothing)
     size = pack(root / "draft", report, root / "packed.safetensors")
@@ -65,6 +66,51 @@ def test_it_holds_the_trained_weights_only_in_a_byte_each(made: tuple[Path, Path
     matrices = [w for w in stored.values() if w.ndim > 1]
     assert matrices
     assert all(w.dtype == np.int8 for w in matrices)
+
+
+@pytest.mark.parametrize("kept", [[], [3, 9, 200]])
+def test_what_the_head_knows_is_packed_and_rebuilt(
+    made: tuple[Path, Path, Path], tmp_path: Path, kept: list[int]
+) -> None:
+    target, _, _ = made
+    student = make_student(target, [0, 3])
+    for name in ("draft", "rebuilt"):
+        (tmp_path / name).mkdir()
+    packed = tmp_path / "packed.safetensors"
+    write_model(student, target, tmp_path / "draft", kept, written())
+    report = DistillReport(
+        RECIPE, 1, 1, 1, student.shared, 0.0, 0.0, 0.0, Accepted(Acceptance(), Acceptance()), len(kept)
+    )
+    pack(tmp_path / "draft", report, packed)
+    assert (PACKED_HEAD in load_file(packed)) == bool(kept)
+    build_draft(packed, target, tmp_path / "rebuilt")
+    for name in ("draft", "rebuilt"):
+        assert read_head_tokens(tmp_path / name) == kept
+        assert (tmp_path / name / HEAD_TOKENS).is_file() == bool(kept)
+    again = read_report(tmp_path / "rebuilt")
+    assert again is not None
+    assert again.head_tokens == len(kept)
+    engine = load(tmp_path / "rebuilt")
+    begin(engine, "s", [1, 2, 3], greedy(8))
+    found = outputs(drain(engine))["s"]
+    assert not kept or set(found) <= set(kept)
+
+
+def test_a_whole_head_takes_the_place_of_a_short_one(made: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    target, _, _ = made
+    student = make_student(target, [0, 3])
+    write_model(student, target, tmp_path, [5, 6], written())
+    write_model(student, target, tmp_path, [], written())
+    assert read_head_tokens(tmp_path) == []
+
+
+def test_the_number_of_tokens_may_not_be_negative(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--target", "t", "--out", "o"]
+    assert _request(options).head_tokens == 8192
+    assert _request([*options, "--head-tokens", "0"]).head_tokens == 0
+    with pytest.raises(SystemExit):
+        _request([*options, "--head-tokens", "-1"])
+    assert "--head-tokens not negative" in capsys.readouterr().err
 
 
 def test_building_needs_no_torch(made: tuple[Path, Path, Path], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from services.draft.distill.errors import DistillError
 from services.draft.distill.result import write_model
 from services.draft.distill.student import make_student, student_config, target_config
-from tests.unit.distill_harness import chat_target
+from tests.unit.distill_harness import chat_target, written
 from tests.unit.engine_harness import begin, drain, greedy, load, outputs, tiny_model
 
 
@@ -62,10 +62,10 @@ def test_a_written_student_serves_and_leaves_out_nothing(tmp_path: Path) -> None
     student = make_student(target, [0, 3])
     out = tmp_path / "out"
     out.mkdir()
-    write_model(student, target, out)
+    write_model(student, target, out, [], written())
     assert {p.name for p in out.iterdir()} == {
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
-        "generation_config.json",
+        "generation_config.json", "followers.safetensors",
     }  # fmt: skip
     assert set(load_file(out / "model.safetensors")) == {*student.trained, *student.shared}
     engine = load(out)

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import os
+import threading
+from operator import mul
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
-from services.draft.draft_model import ALTERNATIVE_TOKENS, Drafter, _dtype
-from services.draft.known import Wish
+from services.draft import draft_model
+from services.draft.draft_model import (
+    ALTERNATIVE_TOKENS,
+    LEAST_ALTERNATIVE,
+    LEAST_CHANCE,
+    Drafter,
+    DraftModel,
+    _dtype,
+)
+from services.draft.known import SOON, Alternative, Wish
 from services.draft.service import Drafted
 from services.draft.settings import DraftSettings
 from shared.engine import Engine, Sequence
 from shared.engine.batch import SequenceRows
+from shared.models import ModelFiles
 from shared.protocol.jobs import SamplingParams
+from shared.telemetry.metrics import DraftMetrics
 from tests.unit.engine_harness import (
     EOS,
     begin,
@@ -63,6 +79,17 @@ def target(path: Path) -> Engine:
 @pytest.fixture
 def engine(path: Path) -> Engine:
     return load(path, max_draft_tokens=0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_too_unlikely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random weights are sure of nothing."""
+    set_least(monkeypatch, chance=0.0, alternative=0.0)
+
+
+def set_least(monkeypatch: pytest.MonkeyPatch, *, chance: float, alternative: float = 0.0) -> None:
+    monkeypatch.setattr(draft_model, "LEAST_CHANCE", chance)
+    monkeypatch.setattr(draft_model, "LEAST_ALTERNATIVE", alternative)
 
 
 class Counting:
@@ -268,7 +295,7 @@ def told(drafter: Drafter, engine: Engine) -> list[Drafted]:
 
 def alternatives(said: list[Drafted]) -> list[list[int]]:
     """The newest ones."""
-    return [list(item.alternatives) for item in said if item.alternatives][-1]
+    return [[guess.token_ids for guess in item.alternatives] for item in said if item.alternatives][-1]
 
 
 @pytest.mark.parametrize("kind", ["greedy", "sampled", "sampled with penalties and bias"])
@@ -304,7 +331,7 @@ def test_an_alternative_that_comes_true_is_gone_on_with_and_not_computed_again(
     taken_up: list[Drafted] = []
     counting = Counting(engine)
     assert drafter.take(engine, [wish(tokens, len(tokens), 7, params)], taken_up.append) == []
-    assert taken_up == [Drafted("a", 1, rest)]
+    assert [(item.request_id, item.first_index, item.token_ids) for item in taken_up] == [("a", 1, rest)]
     brought = told(drafter, engine)
     goes_on = [*rest, *(token for item in brought for token in item.token_ids)]
     assert {item.request_id for item in brought} == {"a"}
@@ -362,7 +389,9 @@ def test_alternatives_are_told_with_what_there_is_to_tell_and_when_they_are_comp
     told(drafter, engine)
     drafter.take(engine, [wish(tokens, len(PROMPT) + 1, 5, greedy(LENGTH))])
     said = told(drafter, engine)
-    assert [(item.first_index, item.token_ids, [len(guess) for guess in item.alternatives]) for item in said] == [
+    assert [
+        (item.first_index, item.token_ids, [len(guess.token_ids) for guess in item.alternatives]) for item in said
+    ] == [
         (5, [tokens[len(PROMPT) + 5]], []),
         (1, [], [2, 2]),
         (1, [], [4, 4]),
@@ -421,6 +450,199 @@ def test_without_cached_prefixes_there_are_no_alternatives(path: Path, target: E
     drafter.take(engine, [wish(tokens, len(PROMPT), 7, greedy(LENGTH))])
     assert not any(item.alternatives for item in told(drafter, engine))
     assert list(engine._sequences) == ["a"]
+
+
+# How likely it finds them, and how far it goes
+
+
+def confidence_of(said: list[Drafted]) -> list[float]:
+    return [chance for item in said for chance in item.confidence]
+
+
+def options(said: list[Drafted]) -> list[Alternative]:
+    """The newest alternatives."""
+    return list([item.alternatives for item in said if item.alternatives][-1])
+
+
+def probabilities(target: Engine, tokens: list[int]) -> list[float]:
+    """Of each token behind the prompt and those before it; all are among the likeliest there."""
+    found = []
+    for place, token in enumerate(tokens):
+        begin(target, "p", [*PROMPT, *tokens[:place]], greedy(1, logprobs=5))
+        (step,) = drain(target)
+        found.append(math.exp(dict(step.logprobs[0].top)[token]))
+        target.release("p")
+    return found
+
+
+def steps_until_unlikely(chances: list[float], least_chance: float, *, least: int, before: float = 1.0) -> int:
+    """How many tokens with these chances are guessed."""
+    together = enumerate(itertools.accumulate(chances, mul, initial=before))
+    return next((n for n, chance in together if n >= least and chance < least_chance), len(chances))
+
+
+def test_each_token_is_told_with_the_models_probability(target: Engine, engine: Engine) -> None:
+    drafter = Drafter(4, alternatives=3)
+    drafter.take(engine, [wish(list(PROMPT), len(PROMPT), 7, greedy(LENGTH))])
+    said = told(drafter, engine)
+    tokens = [token for item in said for token in item.token_ids]
+    assert confidence_of(said) == pytest.approx(probabilities(target, tokens), rel=1e-4)
+    found = options(said)
+    assert len(found) == 3
+    for guess in found:
+        assert guess.confidence == pytest.approx(probabilities(target, guess.token_ids), rel=1e-4)
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_what_is_gone_on_with_was_as_likely_as_was_told(engine: Engine, place: int) -> None:
+    drafter = Drafter(4, alternatives=3)
+    drafter.take(engine, [wish(tokens := list(PROMPT), len(PROMPT), 7, sampled(LENGTH, seed=5))])
+    guess = options(told(drafter, engine))[place]
+    tokens.append(guess.token_ids[0])
+    taken_up: list[Drafted] = []
+    drafter.take(engine, [wish(tokens, len(tokens), 7, sampled(LENGTH, seed=5))], taken_up.append)
+    assert taken_up == [Drafted("a", 1, guess.token_ids[1:], guess.confidence[1:])]
+
+
+@pytest.mark.parametrize("kind", ["greedy", "sampled"])
+def test_it_rests_where_its_guess_is_unlikely_and_goes_on_once_that_came_true(
+    target: Engine, engine: Engine, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    params = PARAMS[kind]
+    tokens = PROMPT + answer(target, PROMPT, params)
+    free, drafter = Drafter(4), Drafter(4)
+    free.take(engine, [wish(tokens, len(PROMPT), 40, params, name="free")])
+    chances = confidence_of(told(free, engine))
+    assert len(chances) == 40
+    set_least(monkeypatch, chance=(least := math.sqrt(math.prod(chances[:4]) * math.prod(chances[:5]))))
+    ahead, reached = [], 0
+    for confirmed in range(0, 30, 2):
+        now = wish(tokens, len(PROMPT) + confirmed, 8, params)
+        drafter.take(engine, [now])
+        told(drafter, engine)
+        limit = steps_until_unlikely(chances[confirmed : confirmed + 8], least, least=SOON)
+        reached = max(reached, confirmed + limit)
+        assert engine._sequences["a"].token_ids == tokens[: len(PROMPT) + reached]
+        ahead.append(reached - confirmed)
+        drafter.take(engine, [now])
+        assert not engine.has_work, "the same wish changes nothing"
+    assert ahead[0] == 5
+    assert min(ahead) >= SOON
+    assert len(set(ahead)) > 1
+
+
+def test_however_unlikely_the_next_tokens_are_guessed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_least(monkeypatch, chance=2.0)
+    drafter = Drafter(4, alternatives=2)
+    drafter.take(engine, [wish(list(PROMPT), len(PROMPT), 8, greedy(LENGTH))])
+    said = told(drafter, engine)
+    assert len(confidence_of(said)) == SOON
+    assert [len(guess.token_ids) for guess in options(said)] == [2, 2], "its first, and one that was computed"
+    assert not engine.has_work
+
+
+def test_a_refuted_guess_that_rested_is_replaced(
+    target: Engine, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_least(monkeypatch, chance=2.0)
+    said = answer(target, PROMPT, greedy(LENGTH))
+    tokens = [*PROMPT, (said[0] + 1) % 250]
+    goes_on = answer(target, tokens, greedy(LENGTH))
+    drafter = Drafter(4)
+    drafter.take(engine, [wish(tokens, len(PROMPT), 8, greedy(LENGTH))])
+    assert len(confidence_of(told(drafter, engine))) == SOON
+    drafter.take(engine, [wish(tokens, len(tokens), 8, greedy(LENGTH))])
+    assert [token for item in told(drafter, engine) for token in item.token_ids] == goes_on[:SOON]
+
+
+def test_an_alternative_rests_where_all_of_it_is_unlikely(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = greedy(LENGTH)
+    drafter = Drafter(4, alternatives=3)
+    drafter.take(engine, [wish(list(PROMPT), len(PROMPT), 7, params)])
+    found = options(told(drafter, engine))
+    seen = set()
+    for guess in found:
+        for least in itertools.accumulate(guess.confidence, mul):
+            drafter.forget(engine, "a")
+            set_least(monkeypatch, chance=least)
+            drafter.take(engine, [wish(list(PROMPT), len(PROMPT), 7, params)])
+            lengths = [len(item.token_ids) for item in options(told(drafter, engine))]
+            assert lengths == [
+                1 + steps_until_unlikely(other.confidence[1:], least, least=1, before=other.confidence[0])
+                for other in found
+            ]
+            seen.update(lengths)
+    assert seen == {2, 3, 4}
+
+
+def test_unlikely_tokens_are_no_alternatives(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = Drafter(8, alternatives=3)
+    drafter.take(engine, [wish(list(PROMPT), len(PROMPT), 4, greedy(LENGTH))])
+    found = options(told(drafter, engine))
+    drafter.forget(engine, "a")
+    for count, guess in enumerate(found, start=1):
+        set_least(monkeypatch, chance=0.0, alternative=guess.confidence[0])
+        drafter.take(engine, [wish(list(PROMPT), len(PROMPT), 4, greedy(LENGTH))])
+        assert options(told(drafter, engine)) == found[:count]
+        drafter.forget(engine, "a")
+    set_least(monkeypatch, chance=0.0, alternative=found[0].confidence[0] * 1.01)
+    drafter.take(engine, [wish(list(PROMPT), len(PROMPT), 4, greedy(LENGTH))])
+    assert not any(item.alternatives for item in told(drafter, engine))
+    assert list(engine._sequences) == ["a"]
+
+
+def test_as_it_ships_a_sure_model_goes_as_far_as_wanted_and_has_no_alternatives(
+    target: Engine, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_least(monkeypatch, chance=LEAST_CHANCE, alternative=LEAST_ALTERNATIVE)
+    for temperature, far in ((0.005, 8), (2.0, SOON)):
+        params = sampled(LENGTH, seed=5, temperature=temperature, top_p=1.0)
+        said = answer(target, PROMPT, params)
+        drafter = Drafter(4, alternatives=3)
+        drafter.take(engine, [wish(list(PROMPT), len(PROMPT), 8, params)])
+        brought = told(drafter, engine)
+        tokens = [token for item in brought for token in item.token_ids]
+        assert tokens == said[: len(tokens)]
+        assert far <= len(tokens) <= (8 if far == 8 else 5)
+        assert any(item.alternatives for item in brought) == (far != 8)
+        drafter.forget(engine, "a")
+
+
+# Its place beside decode
+
+
+async def thread_policy(path: Path) -> int:
+    """Of the thread in which a draft model computes."""
+    settings = DraftSettings(
+        model=str(path), device="cpu", dtype="fp32", block_tokens=16, kv_memory_gib=0.01, _env_file=None
+    )
+    metrics = DraftMetrics("draft-0", CollectorRegistry()).engine
+    model = await DraftModel.load(settings, str(path), ModelFiles("tiny", path, "f"), metrics)
+    try:
+        return await model._host.async_engine.call(lambda engine: os.sched_getscheduler(threading.get_native_id()))
+    finally:
+        await model._host.stop()
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux alone has it")
+async def test_on_cpu_guesses_are_computed_where_nobody_else_wants_the_core(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = os.sched_getscheduler(0)
+    assert await thread_policy(path) == os.SCHED_IDLE
+    assert os.sched_getscheduler(0) == before, "that thread alone"
+    monkeypatch.setattr(draft_model, "_on_cpu", lambda settings: False)
+    assert await thread_policy(path) == before
+
+
+async def test_where_that_is_forbidden_it_computes_all_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError("not here")
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    assert await thread_policy(path) == os.sched_getscheduler(0)
+    monkeypatch.delattr(os, "sched_setscheduler")
+    assert await thread_policy(path) == os.sched_getscheduler(0)
 
 
 @pytest.mark.parametrize(

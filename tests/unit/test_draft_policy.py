@@ -270,6 +270,38 @@ def test_acceptance_is_told_apart_by_position_sequence_and_proposer() -> None:
     assert 0.15 < probabilities(policy, Acceptance(), "lookup")[0] < 0.5, "a new sequence begins with the mean"
 
 
+def test_what_is_said_of_the_drafts_tells_more_than_what_became_of_others() -> None:
+    """Many of a sure proposal are verified though none was right before, and none of an unsure one though all were."""
+    policy = DraftPolicy(MOST, MAX_ROWS)
+    measured(policy, stairs, [1, 4, 5, 9])
+    failed, trusted = Acceptance(), Acceptance()
+    for _ in range(30):
+        policy.judge(failed, "p", [1] * MOST, [2])
+        policy.judge(trusted, "q", [1] * MOST, [1] * MOST + [2])
+
+    def lengths(*confidence: float, base: int = 3) -> list[int]:
+        candidates = [Candidate(failed, "p", MOST, confidence), Candidate(trusted, "q", MOST, confidence)]
+        return [policy.choose([candidate], base, spare=100)[0] for candidate in candidates]
+
+    assert lengths() == [0, 8]
+    assert lengths(*[0.98] * MOST) == [8, 8]
+    assert lengths(*[0.05] * MOST) == [0, 0]
+    assert lengths(0.99, 0.99, *[0.01] * 6, base=1) == [2, 2]
+    assert lengths(*[0.98] * 5, *[0.01] * 3) == [5, 5], "no further than it is sure and rows cost nothing"
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.floats(0.02, 0.98), max_size=4), min_size=1, max_size=3), st.integers(0, 3))
+def test_with_what_is_said_the_choice_equals_brute_force(stated: list[list[float]], others: int) -> None:
+    policy = DraftPolicy(4, MAX_ROWS)
+    measured(policy, stairs, [1, 4, 5, 9, 17])
+    base = len(stated) + others
+    lengths = policy.choose([Candidate(Acceptance(), "p", len(s), s) for s in stated], base, spare=100)
+    chances = [list(itertools.accumulate(s, mul)) for s in stated]
+    best = brute_force(chances, base, stairs, 0.0, 100)
+    assert rate_of(lengths, chances, base, stairs) == pytest.approx(best, rel=1e-6)
+
+
 def test_drafts_that_end_the_sequence_are_no_failures() -> None:
     policy = DraftPolicy(MOST, MAX_ROWS)
     acceptance = Acceptance()

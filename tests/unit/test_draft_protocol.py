@@ -38,6 +38,7 @@ def test_the_largest_messages_fit() -> None:
         [0.5] * MAX_PROPOSAL_TOKENS,
         True,
         [[LARGEST_ID] * MAX_ALTERNATIVE_TOKENS] * MAX_ALTERNATIVES,
+        [[0.5] * MAX_ALTERNATIVE_TOKENS] * MAX_ALTERNATIVES,
     )
     proposals = Proposals([proposal] * MAX_PROPOSALS)
     assert decode_proposals(encode_draft(proposals)) == proposals
@@ -68,6 +69,9 @@ def test_a_context_beyond_the_limits_is_not_read(context: DraftContext) -> None:
         [Proposal("r", 0, [1], alternatives=[[2]] * (MAX_ALTERNATIVES + 1))],
         [Proposal("r", 0, [1], alternatives=[[2] * (MAX_ALTERNATIVE_TOKENS + 1)])],
         [Proposal("r", 0, [1], alternatives=[[-3]])],
+        [Proposal("r", 0, [1], alternative_confidence=[[0.5]] * (MAX_ALTERNATIVES + 1))],
+        [Proposal("r", 0, [1], alternative_confidence=[[0.5] * (MAX_ALTERNATIVE_TOKENS + 1)])],
+        [Proposal("r", 0, [1], alternative_confidence=[["a"]])],  # type: ignore[list-item]
         [Proposal("r", 0, [1], alternatives=[["a"]])],  # type: ignore[list-item]
         [Proposal("r", 0, [1], alternatives=[2])],  # type: ignore[list-item]
     ],

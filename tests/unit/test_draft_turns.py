@@ -14,11 +14,11 @@ from nats.aio.msg import Msg
 from prometheus_client import CollectorRegistry
 
 from services.draft import service
-from services.draft.known import READ_TOKENS, KnownSequence, Wish
+from services.draft.known import READ_TOKENS, Alternative, KnownSequence, Wish
 from services.draft.service import CONTEXT_TOKENS, REMEMBER_TOKENS, Drafted, DraftService
 from services.draft.settings import DraftSettings
 from shared.bus import Bus
-from shared.protocol.drafts import DraftContext, Proposal, decode_proposals, encode_draft
+from shared.protocol.drafts import DRAFT_MODEL, DraftContext, Proposal, decode_proposals, encode_draft
 from shared.protocol.jobs import SamplingParams
 from shared.protocol.subjects import proposal_subject
 from shared.speculation import SUFFIX_TREE, RecentOutputs
@@ -147,15 +147,33 @@ async def test_what_the_model_guesses_otherwise_is_told_with_its_guess_and_count
     await drafter.begin("r", [30, 31, 32])
     await drafter.turn()
     drafter.service._on_granted(drafter.model.told, [])
-    drafter.service._on_drafted([Drafted("r", 0, [1, 2]), Drafted("r", 0, [], [[5, 6], [7, 8]])])
+    sure, first = [0.9, 0.8], [Alternative([5, 6], [0.1, 0.9]), Alternative([7, 8], [0.05, 0.7])]
+    drafter.service._on_drafted([Drafted("r", 0, [1, 2], sure), Drafted("r", 0, [], [], first)])
     await drafter.turn()
-    drafter.service._on_drafted([Drafted("r", 0, [], [[5, 6, 9], [7, 8, 9]])])
+    more = [Alternative([5, 6, 9], [0.1, 0.9, 0.5]), Alternative([7, 8, 9], [0.05, 0.7, 0.6])]
+    drafter.service._on_drafted([Drafted("r", 0, [], [], more)])
     await drafter.turn()
-    told = [(item.start, item.token_ids, item.alternatives) for _, items in drafter.outbox.sent for item in items]
-    assert told == [(3, [1, 2], [[5, 6], [7, 8]]), (3, [1, 2], [[5, 6, 9], [7, 8, 9]])]
+    told = [item for _, items in drafter.outbox.sent for item in items]
+    assert [(item.start, item.token_ids, item.confidence) for item in told] == [(3, [1, 2], sure)] * 2
+    assert [item.alternatives for item in told] == [[[5, 6], [7, 8]], [[5, 6, 9], [7, 8, 9]]]
+    assert [item.alternative_confidence for item in told] == [
+        [guess.confidence for guess in guesses] for guesses in (first, more)
+    ]
     for at, token in enumerate([7, 8, 33], start=3):
         await drafter.grow("r", at, [token])
     assert drafter.registry.get_sample_value("headrace_draft_alternatives_used_total") == 1
+
+
+async def test_the_models_guess_goes_out_beside_a_better_one() -> None:
+    drafter = Drafter()
+    await drafter.begin("r", REPEATS)
+    await drafter.turn()
+    assert drafter.outbox.told() == {"r": GOES_ON}
+    drafter.service._on_granted(drafter.model.told, [])
+    drafter.service._on_drafted([Drafted("r", 0, [30, 31], [0.6, 0.5])])
+    await drafter.turn()
+    ((_, items),) = drafter.outbox.sent
+    assert [(item.proposer, item.token_ids, item.confidence) for item in items] == [(DRAFT_MODEL, [30, 31], [0.6, 0.5])]
 
 
 async def test_a_long_context_is_read_in_parts_and_holds_up_nobody() -> None:
@@ -287,7 +305,7 @@ async def test_last_tokens_that_continue_nothing_are_left_out() -> None:
     assert drafter.outbox.told() == {}, "nobody is asked for what has ended"
 
 
-@pytest.mark.parametrize("method", ["extend", "read_on", "look_up", "wish", "proposal"])
+@pytest.mark.parametrize("method", ["extend", "read_on", "look_up", "wish", "proposals"])
 async def test_where_drafting_for_a_sequence_fails_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shared.engine import AsyncEngine, Engine, SequenceStep
-from shared.engine.draft_policy import SETTLED, Acceptance, DraftPolicy
+from shared.engine.draft_policy import SETTLED, Acceptance, Candidate, DraftPolicy
 from tests.unit.engine_harness import begin, drain, greedy, load, outputs, sampled, tiny_model
 
 PROMPT = [(i * 37) % 250 for i in range(45)]
@@ -123,6 +123,93 @@ def test_a_proposal_takes_a_bounded_memory(engine: Engine) -> None:
         engine.propose("s", behind, [3] * 1_000)
     assert sequence.proposal is not None
     assert len(sequence.proposal[1]) == 4 * engine.config.max_draft_tokens
+
+
+def stated(engine: Engine, seq_id: str) -> list[float]:
+    """What was said of each of the drafts that the next step may verify, as its policy hears it."""
+    engine._scheduler._draft_policy = policy = DraftPolicy(8, 128)
+    heard: list[Candidate] = []
+
+    def choose(candidates: list[Candidate], *_: Any, **__: Any) -> list[int]:
+        heard.extend(candidates)
+        return [0] * len(candidates)
+
+    policy.choose = choose  # type: ignore[method-assign]
+    try:
+        engine.step()
+    finally:
+        engine._scheduler._draft_policy = None
+    (candidate,) = [c for c in heard if c.length]
+    assert len(candidate.confidence) in (0, candidate.length)
+    return list(candidate.confidence)
+
+
+SAID = (0.9, 0.8, 0.7, 0.6, 0.5)
+
+
+@pytest.mark.parametrize("known", [0, 1, 3])
+def test_what_is_said_of_each_draft_stays_with_it(engine: Engine, known: int) -> None:
+    """Where the first of them stand in the sequence already, and as it grows."""
+    expected = expected_ids(engine, greedy(12))
+    sequence = begin(engine, "s", PROMPT, greedy(12))
+    while len(sequence.output_ids) < known + 1:
+        engine.step()
+    engine.propose("s", len(PROMPT) + 1, expected[1:6], "model", SAID)
+    assert sequence.confidence == list(SAID[known:])
+    for later in range(known, 4):
+        assert stated(engine, "s") == list(SAID[later:])
+    assert sequence.output_ids == expected[: 1 + 4]
+
+
+def test_what_is_said_is_as_bounded_as_the_proposal(engine: Engine) -> None:
+    sequence = begin(engine, "s", PROMPT, greedy(500))
+    engine.step()
+    engine.propose("s", len(PROMPT) + 1, [3] * 100, "model", tuple(n / 100 for n in range(100)))
+    limit = 4 * engine.config.max_draft_tokens
+    assert sequence.confidence == [n / 100 for n in range(limit)]
+    assert stated(engine, "s") == [n / 100 for n in range(8)], "the policy hears of as many as may be verified"
+
+
+def test_what_was_said_of_a_proposal_is_said_of_no_other(engine: Engine) -> None:
+    expected = expected_ids(engine, greedy(20))
+    sequence = begin(engine, "s", PROMPT, greedy(20))
+    engine.step()
+    at = len(PROMPT) + 1
+    engine.propose("s", at, expected[1:4], "model", SAID[:3])
+    engine.propose("s", at, expected[1:3], "silent")
+    assert sequence.confidence == list(SAID[:3]), "one that says less of the same changes nothing"
+    engine.propose("s", at + 3, expected[4:6], "model", SAID[3:])
+    assert sequence.confidence == [], "of what is joined nobody spoke as a whole"
+    assert stated(engine, "s") == []
+    engine.propose("s", at + 1, expected[2:5], "model", SAID[:3])
+    assert sequence.confidence == [], "says less of the same"
+    engine.propose("s", at + 1, [7, 7, 7], "model", SAID[:3])
+    assert sequence.confidence == list(SAID[:3])
+    engine.propose("s", at + 1, [8, 8, 8], "model", SAID[:2])
+    assert sequence.confidence == [], "one for each token, or none"
+    engine.propose("s", at + 1, [9, 9, 9], "model", SAID[:3])
+    engine.propose("s", at + 1, [6, 6, 6], "lookup")
+    assert sequence.confidence == [], "another's guess"
+    engine.propose("s", at + 1, [9, 9, 9], "model", SAID[:3])
+    engine.propose("s", at + 1, [5, 5, engine.vocab_size], "model", SAID[2:])
+    assert (sequence.proposal, sequence.confidence) == ((at + 1, [9, 9, 9]), list(SAID[:3])), "what is dropped"
+
+
+def test_a_sure_proposal_is_verified_and_an_unsure_one_is_not_whatever_became_of_others(model_path: Path) -> None:
+    """Also where the policy has seen nothing of the proposer yet."""
+    engine, _ = adaptive(model_path, lambda rows: 0.04 + 0.004 * rows)
+    engine.measure_costs()
+    expected = expected_ids(engine, greedy(100))
+    sequence = begin(engine, "s", PROMPT, greedy(100))
+    engine.step()
+    drafted: dict[float, list[int]] = {0.97: [], 0.1: []}
+    for chance in [0.97, 0.1] * 4:
+        known = len(sequence.output_ids)
+        engine.propose("s", len(PROMPT) + known, expected[known : known + 8], "model", (chance,) * 8)
+        drafted[chance] += [step.drafted for step in engine.step()]
+    assert min(drafted[0.97]) >= 6
+    assert max(drafted[0.1]) == 0
+    assert sequence.output_ids == expected[: len(sequence.output_ids)]
 
 
 # What steps tell

@@ -100,17 +100,21 @@ def test_a_fork_begins_within_the_output(engine: Engine, length: int) -> None:
     assert list(engine._sequences) == ["source"]
 
 
-def test_runners_up_are_kept_of_what_was_sampled_lately(engine: Engine) -> None:
+def test_rankings_are_kept_of_what_was_sampled_lately(engine: Engine) -> None:
     plain = begin(engine, "plain", PROMPT, sampled(200, seed=5, top_p=1.0))
     drain(engine)
     asked = begin(engine, "asked", PROMPT, sampled(200, seed=5, top_p=1.0), runners_up=3)
+    alone = begin(engine, "alone", PROMPT, sampled(200, seed=5, top_p=1.0), runners_up=0)
     drain(engine)
-    assert asked.token_ids == plain.token_ids
-    assert not plain.runners_up
-    assert list(asked.runners_up) == list(range(len(asked.token_ids) - 64, len(asked.token_ids)))
-    for position, tokens in asked.runners_up.items():
-        assert len({asked.token_ids[position], *tokens}) == 4
+    assert asked.token_ids == alone.token_ids == plain.token_ids
+    assert not plain.rankings
+    assert list(asked.rankings) == list(range(len(asked.token_ids) - 64, len(asked.token_ids)))
+    for position, (tokens, chances) in asked.rankings.items():
+        assert tokens[0] == asked.token_ids[position]
+        assert len(set(tokens)) == len(chances) == 4
+        assert sorted(chances, reverse=True) == chances
+        assert alone.rankings[position] == (tokens[:1], chances[:1])
     engine.rewind(plain, PROMPT + plain.output_ids[:9], pause_after=1)
     engine.rewind(asked, PROMPT + plain.output_ids[:9], pause_after=1)
     drain(engine)
-    assert list(asked.runners_up) == [len(PROMPT) + 9]
+    assert list(asked.rankings) == [len(PROMPT) + 9]

@@ -14,15 +14,18 @@ from shared.engine.batch import AttentionShape, Span
 from shared.engine.errors import EngineError
 from shared.engine.fused_layer import FusedDecoderLayer
 from shared.engine.kernel_attention import KernelAttention
-from shared.engine.kernels import SequenceTable, best_variant, library, path_of
+from shared.engine.kernels import SequenceTable, best_variant, has_byte_products, library, path_of
 from shared.engine.kernels.build import variants
 from shared.engine.kv_cache import KVCache
-from shared.engine.packed_linear import HalfLinear, Int8Linear, PackedLinear
+from shared.engine.packed_linear import ByteLinear, HalfLinear, Int8Linear, MakeLinear, PackedLinear
 from shared.engine.torch_attention import TorchAttention
 from shared.protocol.blocks import KVLayout
 from tests.unit.engine_harness import load_runner, tiny_model
 
 CPU = torch.device("cpu")
+
+NEEDS_BYTE_PRODUCTS = pytest.mark.skipif(not has_byte_products(), reason="this processor has no AVX-512 VNNI")
+EIGHT_BITS = [Int8Linear, pytest.param(ByteLinear, marks=NEEDS_BYTE_PRODUCTS)]
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -234,11 +237,12 @@ def test_a_torch_without_the_librarys_products_is_named_and_one_thread_needs_non
     path = tiny_model(tmp_path)
     monkeypatch.setattr(torch._C, "_supported_qengines", list)
     assert load_runner(path, "fp16-packed").fused_layers == 2
-    with pytest.raises(EngineError, match="without fbgemm"):
-        load_runner(path, "int8")
+    if has_byte_products():
+        assert load_runner(path, "int8").fused_layers == 2
     try:
-        with pytest.raises(EngineError, match="without fbgemm"):
-            load_runner(path, "fp16-packed", threads=2)
+        for dtype in ("fp16-packed", "int8"):
+            with pytest.raises(EngineError, match="without fbgemm"):
+                load_runner(path, dtype, threads=2)
     finally:
         torch.set_num_threads(1)
 
@@ -252,16 +256,40 @@ def test_one_thread_and_several_agree_on_their_layout(tmp_path: Path) -> None:
     assert layouts[0] == layouts[1]
 
 
-def test_an_8_bit_product_is_near_and_a_row_has_a_scale_of_its_own() -> None:
+@pytest.mark.parametrize("make", EIGHT_BITS)
+def test_an_8_bit_product_is_near_and_a_row_has_a_scale_of_its_own(make: MakeLinear) -> None:
     weight, bias = random(48, 101), random(48, seed=1)
     x = random(6, 101, seed=2) * torch.tensor([1.0, 1e-3, 1e3, 0.0, 1.0, 1.0])[:, None]
-    linear = Int8Linear(weight, bias)
+    linear = make(weight, bias)
     found = linear(x)
     exact = x.double() @ weight.double().T
     error = (found.double() - bias - exact).abs().amax(1)
     assert (error <= 0.02 * x.abs().amax(1) * 101**0.5 + 1e-6).all()
     for row in range(6):
         assert linear(x[row : row + 1]).numpy().tobytes() == found[row : row + 1].numpy().tobytes()
+
+
+@NEEDS_BYTE_PRODUCTS
+@pytest.mark.parametrize("size", [1, 31, 32, 33, 100])
+@pytest.mark.parametrize("depth", [1, 3, 4, 17, 64, 101])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products_of_bytes_are_exact(size: int, depth: int, with_bias: bool) -> None:
+    """Of the steps that weights and inputs were rounded to, whose largest sums need 26 bits here."""
+    weight, bias = random(size, depth), random(size, seed=1) if with_bias else None
+    linear = ByteLinear(weight, bias)
+    x = random(29, depth, seed=2)
+    x[5], x[6] = x[5].abs().max(), -x[6].abs().max()
+    steps = weight.abs().amax(1) / 127
+    row_steps = x.abs().amax(1) / 127
+    weight_bytes = (weight / steps[:, None]).round().double()
+    x_bytes = (x * (127 / x.abs().amax(1))[:, None]).round().double()
+    expected = (x_bytes @ weight_bytes.T) * (steps[None] * row_steps[:, None]).double()
+    if bias is not None:
+        expected += bias.double()
+    found = linear(x)
+    assert torch.allclose(found.double(), expected, rtol=1e-5, atol=1e-5)
+    for rows in (1, 2, 11, 12, 13, 24, 25):
+        assert linear(x[:rows]).numpy().tobytes() == found[:rows].numpy().tobytes()
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
@@ -314,11 +342,12 @@ def test_kernels_of_another_source_are_refused(monkeypatch: pytest.MonkeyPatch) 
         library.cache_clear()
 
 
+@pytest.mark.parametrize("make", EIGHT_BITS)
 @pytest.mark.parametrize("at", range(40))
-def test_a_number_that_is_none_goes_through_an_8_bit_product(at: int) -> None:
+def test_a_number_that_is_none_goes_through_an_8_bit_product(make: MakeLinear, at: int) -> None:
     x = random(3, 40)
     x[1, at] = torch.nan
-    found = Int8Linear(random(48, 40, seed=1), None)(x)
+    found = make(random(48, 40, seed=1), None)(x)
     assert found[1].isnan().all()
     assert found[[0, 2]].isfinite().all()
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shared.engine.logit_rules import LogitRules
 from shared.engine.noise import gumbel, uniform
-from shared.engine.sampler import candidates, choose_token, ranked_tokens
+from shared.engine.sampler import candidates, choose_token, rank_tokens
 from shared.engine.verification import verify
 from shared.protocol.jobs import SamplingParams
 from tests.unit.sampling_reference import (
@@ -24,6 +24,7 @@ from tests.unit.sampling_reference import (
     reference_distribution,
     reference_ranking,
     reference_row,
+    reference_values,
 )
 
 DRAWS = 20_000
@@ -72,9 +73,62 @@ def test_runners_up_are_the_next_of_the_same_values_and_change_no_choice(
     row: NDArray[np.float32], p: SamplingParams, count: int
 ) -> None:
     before = row.copy()
-    assert ranked_tokens(row, p, 5, runners_up=count) == reference_ranking(row, p, 5)[: 1 + count]
+    assert rank_tokens(row, p, 5, runners_up=count).token_ids == reference_ranking(row, p, 5)[: 1 + count]
     assert choose_token(row, p, 5) == reference_ranking(row, p, 5)[0]
     np.testing.assert_array_equal(row, before)
+
+
+@settings(deadline=None, max_examples=200)
+@given(rows(), filters | st.just(params(temperature=0.0)), st.integers(0, 7))
+def test_chances_are_the_softmax_of_the_values_that_were_ranked(
+    row: NDArray[np.float32], p: SamplingParams, count: int
+) -> None:
+    ids, values = reference_values(row, p, 5)
+    shares = np.exp(values - values.max())
+    expected = dict(zip(ids, shares / shares.sum(), strict=True))
+    every = rank_tokens(row, p, 5, runners_up=len(row))
+    assert sum(every.chances) == pytest.approx(1, rel=1e-4)
+    assert sorted(every.chances, reverse=True) == every.chances
+    assert every.chances == pytest.approx([expected[token] for token in every.token_ids], rel=1e-4)
+    some = rank_tokens(row, p, 5, runners_up=count)
+    assert some == (every.token_ids[: 1 + count], every.chances[: 1 + count])
+
+
+def test_rules_shape_the_ranking_as_they_do_the_choice() -> None:
+    p = params(**CASES["all"])
+    rules = rules_behind(p, OUTPUT)
+    row = reference_row(LOGITS, p, PROMPT, OUTPUT, STOP)
+    for position in range(50):
+        found = rank_tokens(LOGITS, p, position, rules, runners_up=3)
+        assert found.token_ids == reference_ranking(row, p, position)[:4]
+        assert found.token_ids[0] == choose_token(LOGITS, p, position, rules)
+
+
+@given(rows(), filters, st.integers(0, 2**32))
+@settings(deadline=None)
+def test_tokens_that_are_ruled_out_change_nothing_for_the_others(
+    row: NDArray[np.float32], p: SamplingParams, seed: int
+) -> None:
+    """As behind a short head: the rest is chosen from as if it were all, with the noise of its own ids."""
+    kept = np.sort(np.random.default_rng(seed).choice(3 * len(row), len(row), replace=False))
+    wide = np.full(3 * len(row), -np.inf, np.float32)
+    wide[kept] = row
+    ids, scaled = candidates(wide, p)
+    alone, expected = candidates(row, p)
+    np.testing.assert_array_equal(ids, kept[alone])
+    np.testing.assert_array_equal(scaled, expected)
+    assert np.isfinite(wide[ids]).all()
+    ranking = rank_tokens(wide, p, 5, runners_up=4)
+    assert ranking.token_ids == reference_ranking(wide, p, 5)[:5]
+    assert ranking.token_ids[0] == choose_token(wide, p, 5)
+    assert all(0 <= chance <= 1 for chance in ranking.chances)
+
+
+@pytest.mark.parametrize("p", [params(temperature=0.0), params(temperature=1.0)])
+def test_where_one_token_is_left_it_is_certain(p: SamplingParams) -> None:
+    row = np.full(20, -np.inf, np.float32)
+    row[7] = -3.0
+    assert rank_tokens(row, p, 3, runners_up=5) == ([7], [1.0])
 
 
 @given(rows(), st.sampled_from([1 - 2**-53, 1 - 2**-50]))
@@ -98,6 +152,8 @@ def test_logits_that_are_no_numbers_are_refused(bad: float) -> None:
     for p in (params(temperature=0.0), params(temperature=1.0), barred):
         with pytest.raises(FloatingPointError):
             choose_token(row, p, 3, LogitRules.of(p, [1], frozenset({7}), 20))
+        with pytest.raises(FloatingPointError):
+            rank_tokens(row, p, 3, LogitRules.of(p, [1], frozenset({7}), 20), runners_up=2)
     with pytest.raises(FloatingPointError):
         choose_token(np.full(20, -np.inf, np.float32), params(temperature=1.0), 3)
 

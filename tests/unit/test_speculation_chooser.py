@@ -147,6 +147,22 @@ def test_the_better_proposer_is_chosen_and_one_that_was_not_chosen_wins_when_it_
     assert chosen["b"] > 5 * chosen["a"]
 
 
+def test_the_guess_of_one_proposer_can_be_asked_for() -> None:
+    chooser = Chooser(10)
+    chooser.offer(Guess(10, (1, 2, 3), (0.9, 0.9, 0.9), "sure"))
+    chooser.offer(Guess(10, (4, 5, 6), (0.3, 0.2, 0.1), "unsure"))
+    assert best_of(chooser) == "sure"
+    assert chooser.best(8, "sure") == chooser.best(8)
+    unsure = chooser.best(2, "unsure")
+    assert unsure is not None
+    assert (unsure.start, unsure.token_ids, unsure.proposer) == (10, (4, 5), "unsure")
+    assert unsure.confidence == pytest.approx((0.3, 0.2))
+    assert chooser.best(8, "nobody") is None
+    chooser.extend([1])
+    assert chooser.best(8, "unsure") is None
+    assert chooser.best(8, "sure").token_ids == (2, 3)  # type: ignore[union-attr]
+
+
 def test_own_confidence_decides_between_guesses_while_it_is_true() -> None:
     chooser = Chooser(0)
     chooser.offer(Guess(0, (1, 2, 3), (0.9, 0.9, 0.9), "sure"))

@@ -24,7 +24,7 @@ from services.draft.distill.generation import Generator
 from services.draft.distill.recipe import MAX_LENGTH, CorpusRecipe, TrainingRecipe, starting_layers
 from services.draft.distill.result import DistillReport, pack, read_report, write_model, write_report
 from services.draft.distill.student import count_of, make_student, target_config
-from services.draft.distill.training import Progress, Trainer, quickest_precision
+from services.draft.distill.training import Progress, Trainer, likeliest, quickest_precision
 from services.draft.distill.view import DistillView
 from shared.engine import Engine, EngineConfig, EngineError
 from shared.engine.config import Dtype
@@ -44,13 +44,15 @@ _DRAFT_KV_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for. `prompts` is a file of one prompt a line, `pack` where the packed layers go."""
+    """What was asked for. `prompts` is a file of one prompt a line, `pack` where the packed layers go. The head knows
+    `head_tokens` tokens; 0: all."""
 
     target: str
     out: Path
     tokens: int
     layers: int
     epochs: int
+    head_tokens: int
     prompts: Path | None
     seed: int
     threads: int
@@ -133,7 +135,7 @@ class _Run:
 
     def run(self) -> DistillReport:
         report = read_report(self._request.out)
-        if report is None or report.recipe != self._recipe:
+        if report is None or (report.recipe, report.head_tokens) != (self._recipe, self._request.head_tokens):
             report = self._make()
         self._view.say(f"{self._request.out}: held out, {report.accepted}")
         if self._request.pack is not None:
@@ -154,7 +156,9 @@ class _Run:
         trainer = Trainer(student, usable, held_out, self._recipe, self._work / "training.safetensors")
         self._view.begin("the student learns", trainer.steps, "steps", trainer.state.step)
         trainer.run(lambda progress: self._view.at(progress.step, _note(progress)))
-        write_model(student, self._target.path, self._request.out)
+        size, vocabulary = self._request.head_tokens, student.head.shape[0]
+        kept = likeliest(usable, vocabulary, size).tolist() if 0 < size < vocabulary else []
+        write_model(student, self._target.path, self._request.out, kept, usable)
         report = DistillReport(
             recipe=self._recipe,
             texts=len(training),
@@ -165,6 +169,7 @@ class _Run:
             training_cpu_seconds=round(trainer.state.cpu_seconds, 1),
             divergence=round(trainer.state.loss, 4),
             accepted=self._measure(held_out),
+            head_tokens=size,
         )
         write_report(self._request.out, report)
         return report
@@ -253,12 +258,13 @@ def _request(arguments: Sequence[str] | None) -> Request:
     parser.add_argument("--tokens", type=int, default=400_000)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--head-tokens", type=int, default=8192)
     parser.add_argument("--prompts", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--pack", type=Path)
     found = parser.parse_args(arguments)
-    if found.tokens < 1 or found.epochs < 1 or found.threads < 1 or found.seed < 0:
-        parser.error("--tokens, --epochs and --threads must be at least 1, --seed not negative")
+    if found.tokens < 1 or found.epochs < 1 or found.threads < 1 or found.seed < 0 or found.head_tokens < 0:
+        parser.error("--tokens, --epochs and --threads must be at least 1, --seed and --head-tokens not negative")
     return Request(**vars(found))

@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
+from safetensors.numpy import load_file as load_arrays
 from safetensors.numpy import save as save_arrays
 from safetensors.torch import load_file, save
 
 from services.draft.distill.acceptance import Accepted
-from services.draft.distill.corpus import write_whole
+from services.draft.distill.corpus import Text, write_whole
 from services.draft.distill.recipe import TrainingRecipe
 from services.draft.distill.student import Student
-from shared.models.drafts import PACK_FORMAT, SCALES, TOKENIZER_FILES, PackHeader
+from services.draft.followers import count_followers
+from shared.models.drafts import (
+    FOLLOWERS,
+    HEAD_TOKENS,
+    PACK_FORMAT,
+    PACKED_FOLLOWERS,
+    PACKED_HEAD,
+    SCALES,
+    TOKENIZER_FILES,
+    PackHeader,
+    read_head_tokens,
+)
 
 REPORT = "distill.json"
 
 
 class DistillReport(msgspec.Struct, frozen=True):
     """What was done and what came out. `parameters` are the trained ones; `divergence` is from the target's
-    distribution at the end of training, in nats a token."""
+    distribution at the end of training, in nats a token; `head_tokens` is how many tokens the head knows, 0: all."""
 
     recipe: TrainingRecipe
     texts: int
@@ -33,11 +46,20 @@ class DistillReport(msgspec.Struct, frozen=True):
     training_cpu_seconds: float
     divergence: float
     accepted: Accepted
+    head_tokens: int = 0
     v: int = 1
 
 
-def write_model(student: Student, target: Path, directory: Path) -> None:
-    """config.json, the target's tokenizer files, and weights in fp16."""
+def write_model(
+    student: Student, target: Path, directory: Path, head_tokens: Sequence[int], texts: Sequence[Text]
+) -> None:
+    """config.json, the target's tokenizer files, weights in fp16, which tokens the head knows (none given: all), and
+    which tokens usually follow which in `texts`."""
+    counted = count_followers((text.tokens, text.made) for text in texts)
+    write_whole(directory / FOLLOWERS, save_arrays(counted))
+    (directory / HEAD_TOKENS).unlink(missing_ok=True)
+    if head_tokens:
+        write_whole(directory / HEAD_TOKENS, msgspec.json.encode(head_tokens))
     for name in TOKENIZER_FILES:
         if (target / name).is_file():
             shutil.copyfile(target / name, directory / name)
@@ -74,6 +96,10 @@ def pack(directory: Path, report: DistillReport, path: Path) -> int:
         scales = weight.abs().amax(1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / 127
         arrays[name] = (weight / scales).round().to(torch.int8).numpy()
         arrays[name + SCALES] = scales[:, 0].numpy()
+    if (directory / FOLLOWERS).is_file():
+        arrays |= {PACKED_FOLLOWERS + name: array for name, array in load_arrays(directory / FOLLOWERS).items()}
+    if head_tokens := read_head_tokens(directory):
+        arrays[PACKED_HEAD] = np.array(head_tokens, np.int32)
     header = PackHeader(
         format=PACK_FORMAT,
         target=report.recipe.corpus.target,

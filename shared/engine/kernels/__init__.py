@@ -31,6 +31,9 @@ _SIGNATURES: dict[str, list[type]] = {
     "hr_attend": [_Pointer, _Pointer, _Pointer, _Size, _Size, _Pointer, _Size, _Size],
 }
 
+_BYTE_PRODUCTS = [_Pointer] * 8 + [_Size] * 3
+"""Of `hr_linear_bytes`, which is there for some processors only."""
+
 FLOAT_BYTES = 4
 
 
@@ -79,6 +82,14 @@ class SequenceTable:
         self.address = ctypes.addressof(self._struct)
 
 
+def has_byte_products() -> bool:
+    """Whether `hr_linear_bytes` runs on this processor (AVX-512 VNNI)."""
+    try:
+        return bool(library().hr_has_byte_products())
+    except EngineError:
+        return False
+
+
 def path_of(name: str) -> Path:
     return Path(__file__).with_name(name)
 
@@ -110,6 +121,11 @@ def library(name: str | None = None) -> ctypes.CDLL:
     for function, arguments in _SIGNATURES.items():
         getattr(loaded, function).argtypes = arguments
         getattr(loaded, function).restype = None
+    loaded.hr_has_byte_products.argtypes = []
+    loaded.hr_has_byte_products.restype = ctypes.c_int32
+    if loaded.hr_has_byte_products():
+        loaded.hr_linear_bytes.argtypes = _BYTE_PRODUCTS
+        loaded.hr_linear_bytes.restype = None
     loaded.hr_attend_scratch.argtypes = [_Size, _Size]
     loaded.hr_attend_scratch.restype = _Size
     return loaded

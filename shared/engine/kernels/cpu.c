@@ -9,6 +9,10 @@
 
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX512F__
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
 
 #define LANES 16
 #define CACHE_LINE 64
@@ -275,6 +279,104 @@ void hr_linear_half(const float *x, const char *weight, const float *bias, float
         }
     }
 }
+
+#ifdef __AVX512F__
+/* Products of bytes, summed in 32 bits by one instruction: AVX-512 VNNI, which not all processors of this library have. */
+#define BYTES __attribute__((target("avx512vnni")))
+
+int32_t hr_has_byte_products(void) {
+    unsigned a, b, c = 0, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c & bit_AVX512VNNI);
+}
+
+/* A row in steps of its largest magnitude / LEVELS, from -LEVELS to LEVELS, stored with ZERO added. Returns that
+ * magnitude; 1 for a row of zeros. NaN stays NaN. */
+#define LEVELS 127
+#define ZERO 128
+static float to_bytes(const float *x, uint8_t *bytes, int64_t size) {
+    vec most = {};
+    for (int64_t i = 0; i < size; i += LANES) {
+        vec v = __builtin_elementwise_abs(load_part(x + i, less(LANES, size - i)));
+        most = select((v <= most) | (most != most), most, v);
+    }
+    float scale = max_lanes(most);
+    if (scale == 0.0f) scale = 1.0f;
+    const vec magic = all(12582912.0f), factor = all(LEVELS / scale); /* 1.5 * 2^23: adding it rounds to an integer */
+    for (int64_t i = 0; i < size; i += LANES) {
+        int64_t n = less(LANES, size - i);
+        vec v = load_part(x + i, n) * factor + magic;
+        ivec whole;
+        memcpy(&whole, &v, sizeof whole);
+        typedef uint8_t bvec __attribute__((ext_vector_type(LANES)));
+        bvec b = __builtin_convertvector(whole - 0x4B400000 + ZERO, bvec);
+        memcpy(bytes + i, &b, (size_t)n);
+    }
+    return scale;
+}
+
+/* sum[rows][32] of a[rows][4 * n] and b[n][32][4]. */
+static inline __attribute__((always_inline)) BYTES void add_bytes(int rows, const uint8_t *a, int64_t a_stride, const char *b,
+                                                            int64_t n, int32_t *sums) {
+    __m512i sum[BLOCK_ROWS][2];
+    for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = _mm512_setzero_si512();
+    for (int64_t k = 0; k < n; k++, b += 4 * PANEL) {
+        __builtin_prefetch(b + PREFETCH_BYTES);
+        __builtin_prefetch(b + PREFETCH_BYTES + CACHE_LINE);
+        __m512i low = _mm512_loadu_si512(b), high = _mm512_loadu_si512(b + CACHE_LINE);
+        for (int r = 0; r < rows; r++) {
+            int32_t four;
+            memcpy(&four, a + r * a_stride + 4 * k, sizeof four);
+            __m512i left = _mm512_set1_epi32(four);
+            sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], left, low);
+            sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], left, high);
+        }
+    }
+    for (int r = 0; r < rows; r++) {
+        _mm512_storeu_si512(sums + r * PANEL, sum[r][0]);
+        _mm512_storeu_si512(sums + r * PANEL + LANES, sum[r][1]);
+    }
+}
+
+#define BYTE_ROWS(n) \
+    case n: add_bytes(n, a, a_stride, b, k, sums); break;
+static __attribute__((noinline)) BYTES void multiply_bytes(int rows, const uint8_t *a, int64_t a_stride, const char *b,
+                                                      int64_t k, int32_t *sums) {
+    switch (rows) {
+        BYTE_ROWS(1) BYTE_ROWS(2) BYTE_ROWS(3) BYTE_ROWS(4) BYTE_ROWS(5) BYTE_ROWS(6)
+        BYTE_ROWS(7) BYTE_ROWS(8) BYTE_ROWS(9) BYTE_ROWS(10) BYTE_ROWS(11) BYTE_ROWS(12)
+    }
+}
+
+/* out = x * weight^T + bias, in 8 bits: each row of x in steps of its own, each output's weights in steps of `scales`.
+ * x: [rows, depth]; weight: [ceil(size / 32)][ceil(depth / 4)][32][4] int8, zeros where there is none; scales, bias, sums
+ * (of each output's bytes): [ceil(size / 32) * 32], bias may be null; bytes, row_scales: room for
+ * [rows, ceil(depth / 4) * 4] and [rows]; out: [rows, size]. The sums are exact. */
+void hr_linear_bytes(const float *x, const char *weight, const float *scales, const int32_t *sums, const float *bias,
+                     float *out, uint8_t *bytes, float *row_scales, int64_t rows, int64_t depth, int64_t size) {
+    int32_t found[BLOCK_ROWS * PANEL];
+    int64_t padded = up(depth, 4);
+    for (int64_t r = 0; r < rows; r++) {
+        row_scales[r] = to_bytes(x + r * depth, bytes + r * padded, depth);
+        memset(bytes + r * padded + depth, ZERO, (size_t)(padded - depth));
+    }
+    for (int64_t column = 0; column < size; column += PANEL, weight += padded * PANEL) {
+        int64_t columns = less(PANEL, size - column);
+        for (int64_t r = 0; r < rows; r += BLOCK_ROWS) {
+            int64_t count = less(BLOCK_ROWS, rows - r);
+            multiply_bytes((int)count, bytes + r * padded, padded, weight, padded / 4, found);
+            for (int64_t i = 0; i < count; i++) {
+                float step = row_scales[r + i] / LEVELS, *to = out + (r + i) * size + column;
+                for (int64_t j = 0; j < columns; j++) {
+                    float value = (float)(found[i * PANEL + j] - ZERO * sums[column + j]) * (scales[column + j] * step);
+                    to[j] = bias ? value + bias[column + j] : value;
+                }
+            }
+        }
+    }
+}
+#else
+int32_t hr_has_byte_products(void) { return 0; }
+#endif
 
 /* One layer's description, the same for every call of a model, and one batch's, the same for every layer. */
 typedef struct {
