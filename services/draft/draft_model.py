@@ -7,9 +7,11 @@ token that decode does not know it goes on in several ways: so one is there, too
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 import os
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,6 +34,9 @@ from shared.worker.engine_host import BatchSizes, EngineHost
 from shared.worker.process import StartupError
 
 HEALTH_CHECK_S = 1.0
+STARVED_S = 2.0
+"""A step that takes this long competes with others for a core."""
+
 HUNG_AFTER = 3
 """A step that takes this many times `stall_s` never ends."""
 
@@ -54,8 +59,17 @@ log = structlog.get_logger(__name__)
 class DraftModel:
     """The draft model in its engine thread, as the service speaks to it. Importing this module loads torch."""
 
-    def __init__(self, host: EngineHost, max_sequences: int, alternatives: int, followers: Followers | None) -> None:
+    def __init__(
+        self,
+        host: EngineHost,
+        max_sequences: int,
+        alternatives: int,
+        followers: Followers | None,
+        yielding_thread: int | None,
+    ) -> None:
+        """`yielding_thread` is the engine's, where it runs on idle cores only."""
         self._host = host
+        self._yielding_thread = yielding_thread
         self._drafter = Drafter(max_sequences, alternatives, followers)
         self._on_drafted: Callable[[list[Drafted]], None] = lambda drafted: None
         self._from_steps: deque[list[Drafted]] = deque()
@@ -76,9 +90,11 @@ class DraftModel:
         except ModelError as error:
             raise StartupError(f"draft model {name}: {error}") from error
         host.start()
+        thread_id = None
         if _on_cpu(settings):
-            host.async_engine.post(lambda engine: _yield_to_others())
-        return cls(host, settings.max_sequences, settings.draft_alternatives, followers)
+            thread_id = await host.async_engine.call(lambda engine: threading.get_native_id())
+            _yield_to_others(thread_id)
+        return cls(host, settings.max_sequences, settings.draft_alternatives, followers, thread_id)
 
     @property
     def name(self) -> str:
@@ -121,11 +137,17 @@ class DraftModel:
 
         Silence is counted in checks, so that one that was paused with its whole process is not taken for hung.
         """
-        silent_checks, progress = 0, self._host.progress_unix_s
+        silent_checks, progress, competes = 0, self._host.progress_unix_s, False
         while True:
             await asyncio.sleep(HEALTH_CHECK_S)
             silent_checks = silent_checks + 1 if self._host.progress_unix_s == progress else 0
             progress = self._host.progress_unix_s
+            # Where others leave it no core for so long it is in want of one, not hung; and it may hold what the loop
+            # waits for.
+            starves = silent_checks * HEALTH_CHECK_S >= STARVED_S
+            if self._yielding_thread is not None and starves != competes:
+                competes = starves
+                (_compete if competes else _yield_to_others)(self._yielding_thread)
             hangs = silent_checks * HEALTH_CHECK_S > HUNG_AFTER * stall_s
             if fault := self._host.fault or ("engine_hangs" if hangs else ""):
                 log.error(fault, model=self.name)
@@ -180,7 +202,8 @@ class Drafter:
         """Let each sequence go on from a guess that agrees with what is confirmed, else from that.
 
         Returns the wishes that cannot be fulfilled: longer than the model's context or its cache, say. Where it is
-        an alternative `on_taken_up` hears what follows the confirmed tokens in it.
+        an alternative `on_taken_up` hears what follows the confirmed tokens in it, and where no step follows all that
+        there is to say.
         """
         refused: list[Wish] = []
         for wish in wishes:
@@ -198,37 +221,55 @@ class Drafter:
         for wish in wishes:
             if (drafting := self._drafting.get(wish.request_id)) is not None:
                 self._fork(engine, drafting)
+                if wish.ahead and not any(map(_is_active, (drafting.sequence, *drafting.forks))):
+                    for told in self._alternatives_of(drafting, with_table=True):
+                        on_taken_up(told)
         return refused
 
     def after_step(self, engine: Engine, steps: list[SequenceStep]) -> list[Drafted]:
         """What the step brought: tokens, and alternatives where these are complete or there are tokens to tell too."""
-        drafted: list[Drafted] = []
-        grown: dict[str, _Drafting] = {}
+        grown: dict[str, tuple[_Drafting, list[SequenceStep]]] = {}
         for step in steps:
             drafting = self._of_sequence.get(step.seq_id)
-            if drafting is None or not step.new_ids:
-                continue
-            grown[drafting.request_id] = drafting
+            if drafting is not None and step.new_ids:
+                grown.setdefault(drafting.request_id, (drafting, []))[1].append(step)
+        drafted: list[Drafted] = []
+        for request_id, (drafting, own_steps) in grown.items():
+            try:
+                drafted += self._grown(engine, drafting, own_steps)
+            except Exception as error:  # the others' guesses are none the worse
+                log.error("draft_failed", request_id=request_id, error=repr(error), exc_info=True)
+                self.forget(engine, request_id)
+        return drafted
+
+    def _grown(self, engine: Engine, drafting: _Drafting, steps: list[SequenceStep]) -> list[Drafted]:
+        drafted: list[Drafted] = []
+        for step in steps:
             if step.seq_id == drafting.sequence.seq_id:
                 confidence = _chances(drafting.sequence, len(drafting.sequence.token_ids) - len(step.new_ids))
                 drafted.append(Drafted(drafting.request_id, step.first_index, step.new_ids, confidence))
-        told = {item.request_id for item in drafted}
-        for request_id, drafting in grown.items():
-            self._fork(engine, drafting)
-            self._rest_where_unlikely(engine, drafting)
-            complete = not any(fork.state in ("running", "waiting") for fork in drafting.forks)
-            at = drafting.confirmed
-            alternatives = [
-                Alternative(fork.token_ids[at:], [drafting.fork_chance(fork), *_chances(fork, at + 1)])
-                for fork in drafting.forks
-                if len(fork.token_ids) > at + 1
-            ]
-            if len(drafting.sequence.token_ids) >= at + SOON:  # with the first guess that is told
-                forked = {guess.token_ids[0] for guess in alternatives}
-                alternatives += [guess for guess in self._followed(drafting) if guess.token_ids[0] not in forked]
-            if alternatives and (complete or request_id in told):
-                drafted.append(Drafted(request_id, at - drafting.sequence.num_prompt, [], [], alternatives))
+        self._fork(engine, drafting)
+        self._rest_where_unlikely(engine, drafting)
+        resting = not _is_active(drafting.sequence)
+        complete = not any(map(_is_active, drafting.forks))
+        if drafted or complete:
+            # With the first guess that is told, not before.
+            soon = resting or len(drafting.sequence.token_ids) >= drafting.confirmed + SOON
+            drafted += self._alternatives_of(drafting, with_table=soon)
         return drafted
+
+    def _alternatives_of(self, drafting: _Drafting, *, with_table: bool) -> list[Drafted]:
+        """All that is guessed should another token come than the likeliest; an empty list where there is nothing."""
+        at = drafting.confirmed
+        found = [
+            Alternative(fork.token_ids[at:], [drafting.fork_chance(fork), *_chances(fork, at + 1)])
+            for fork in drafting.forks
+            if len(fork.token_ids) > at + 1
+        ]
+        if with_table:
+            forked = {guess.token_ids[0] for guess in found}
+            found += [guess for guess in self._followed(drafting) if guess.token_ids[0] not in forked]
+        return [Drafted(drafting.request_id, at - drafting.sequence.num_prompt, [], [], found)] if found else []
 
     def forget(self, engine: Engine, request_id: str) -> None:
         """Give the sequence's blocks back. Unknown ids are ignored."""
@@ -396,16 +437,22 @@ def _dtype(settings: DraftSettings) -> str:
     return settings.dtype
 
 
-def _yield_to_others() -> None:
-    """Let the calling thread run where nobody else wants the core: a guess is never worth a wait of decode's.
+def _yield_to_others(thread_id: int) -> None:
+    """Let this process's thread run where nobody else wants the core: a guess is never worth a wait of decode's.
 
     SCHED_IDLE is more than the lowest priority: to Linux a core with such a thread is free, so that what wakes up goes
     there and not to the core on which decode computes.
     """
     try:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        os.sched_setscheduler(thread_id, os.SCHED_IDLE, os.sched_param(0))
     except (AttributeError, OSError) as error:  # not Linux, or a sandbox forbids it
         log.info("draft_priority_kept", reason=repr(error))
+
+
+def _compete(thread_id: int) -> None:
+    """Undo `_yield_to_others`."""
+    with contextlib.suppress(AttributeError, OSError):
+        os.sched_setscheduler(thread_id, os.SCHED_OTHER, os.sched_param(0))
 
 
 def _drafting_params(params: SamplingParams, room: int) -> SamplingParams:
@@ -414,6 +461,11 @@ def _drafting_params(params: SamplingParams, room: int) -> SamplingParams:
     Text is not made here: stop strings end nothing, and nobody sees log probabilities.
     """
     return msgspec.structs.replace(params, max_tokens=max(min(params.max_tokens, room), 1), stop=[], logprobs=None)
+
+
+def _is_active(sequence: Sequence) -> bool:
+    """Whether it is, or waits to be, in the engine's batch."""
+    return sequence.state in ("running", "waiting")
 
 
 def _chances(sequence: Sequence, start: int) -> list[float]:

@@ -36,10 +36,13 @@ class Followers:
     """A table from `count_followers`, or as `FOLLOWERS` in a draft's directory holds it."""
 
     def __init__(self, arrays: Arrays) -> None:
-        """Raises KeyError when an array is missing."""
-        self._keys = arrays["keys"]
-        self._next = arrays["next"]
-        self._percent = arrays["percent"]
+        """Raises KeyError when an array is missing, ValueError when they are no such table."""
+        self._keys, self._next, self._percent = (arrays[name] for name in ("keys", "next", "percent"))
+        parts = (self._keys, self._next, self._percent)
+        if any(part.shape != (self._keys.size,) or part.dtype.kind not in "iu" for part in parts):
+            raise ValueError("keys, next and percent must be whole numbers, as many of each")
+        if len(self) and ((np.diff(self._keys) <= 0).any() or self._next.min() < 0 or self._percent.max() > 100):
+            raise ValueError("keys must ascend, tokens be no less than 0, and percent no more than 100")
 
     @classmethod
     def load(cls, directory: Path) -> Followers | None:
@@ -49,7 +52,7 @@ class Followers:
             return None
         try:
             return cls(load_file(path))
-        except (OSError, SafetensorError, KeyError) as error:
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise ModelUnusable(f"{path} cannot be read: {error}") from error
 
     def __len__(self) -> int:

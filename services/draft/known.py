@@ -23,7 +23,7 @@ READ_TOKENS = 256
 """Read by the proposers at once, which takes about half a millisecond."""
 
 SOON = 2
-"""Tokens beyond those known: decode computes the first of them already, so that one alone is not worth a message."""
+"""Tokens beyond those known from which on a guess is of use: decode computes the first of them already."""
 
 LEAST = 0.2
 """A model that is right more seldom than this is not asked until its failures have faded.
@@ -87,8 +87,10 @@ class KnownSequence:
         """The best guess of those without a model, when they were last asked."""
         self._came_true = False
         """Whether it was right as far as one knows."""
-        self._sent: dict[str, list[int]] = {}
-        """What decode was told of the tokens beyond those known, by who guessed them."""
+        self._sent: dict[bool, list[int]] = {}
+        """What decode was told of the tokens beyond those known, by whether a model guessed: it keeps one of each."""
+        self._said_something = False
+        """Since the newest context."""
         self._has_model = with_model and context.params is not None and context.num_prompt > 0
         self._record = _Record()
         self._told_record = _Record()
@@ -132,10 +134,12 @@ class KnownSequence:
             compared = min(len(self._looked_up), len(new_ids))
             self._came_true = 0 < compared == _common(self._looked_up, new_ids)
             self._looked_up = _rest(self._looked_up, new_ids)
-        sent = self._sent
+        # Decode may have lost it, or not have been ready for it: what has nothing to be added to is told again.
+        sent = self._sent if self._said_something else {}
         if came is not None and self._alternatives_told:
-            sent = sent | {DRAFT_MODEL: came.token_ids}
-        self._sent = {name: _rest(tokens, new_ids) for name, tokens in sent.items()}
+            sent = sent | {True: came.token_ids}
+        self._sent = {by_model: _rest(tokens, new_ids) for by_model, tokens in sent.items()}
+        self._said_something = False
         self.token_ids += new_ids
         self._chooser.extend(new_ids)
         if came is not None:
@@ -206,6 +210,8 @@ class KnownSequence:
         """The draft model told all that it guesses should that token be another; returns whether it may still be."""
         if self._refuted_at is not None or self.num_prompt + output_index != len(self.token_ids):
             return False
+        if alternatives == self._alternatives:
+            return False
         self._alternatives, self._alternatives_told = alternatives, False
         return True
 
@@ -225,13 +231,14 @@ class KnownSequence:
         return [proposal for proposal in found if proposal is not None]
 
     def _news(self, guess: Guess) -> Proposal | None:
-        tokens = list(guess.token_ids)
-        alternatives = list(self._alternatives) if guess.proposer == DRAFT_MODEL else []
-        news = alternatives and not self._alternatives_told
-        if not news and (len(tokens) < SOON or self._sent.get(guess.proposer, [])[: len(tokens)] == tokens):
+        tokens, by_model = list(guess.token_ids), guess.proposer == DRAFT_MODEL
+        alternatives = list(self._alternatives) if by_model and not self._alternatives_told else []
+        told = self._sent.get(by_model, [])[: len(tokens)] == tokens
+        if not alternatives and (told or len(tokens) < SOON):
             return None
-        self._sent[guess.proposer] = tokens
+        self._sent[by_model] = tokens
         self._alternatives_told = self._alternatives_told or bool(alternatives)
+        self._said_something = True
         return Proposal(
             self.request_id,
             guess.start,

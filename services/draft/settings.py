@@ -31,7 +31,7 @@ class DraftSettings(EngineSettings):
         128, ge=16, description="Tokens of one step of the draft model: a new sequence delays the others by that"
     )
     max_proposal_tokens: int = Field(
-        33, ge=1, le=MAX_PROPOSAL_TOKENS, description="No guess reaches further beyond what decode has told"
+        33, ge=2, le=MAX_PROPOSAL_TOKENS, description="No guess reaches further beyond what decode has told"
     )
     draft_alternatives: int = Field(
         3, ge=0, le=MAX_FORKS, description="Next-likeliest first tokens from which the draft model goes on too"

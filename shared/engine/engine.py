@@ -227,10 +227,15 @@ class Engine:
         behind = start > known
         proposed = token_ids[:limit] if behind else usable_drafts(sequence.token_ids, start, token_ids, limit)
         joined = extended(present, max(start - known, 0), proposed)
+        stated = not behind and len(confidence) == len(token_ids)
+        if joined is None and stated and proposer == sequence.proposer and sequence.proposal:
+            before = sequence.confidence[known - sequence.proposal[0] :]
+            if len(before) == len(present):  # the same, but it is more or less sure of it now
+                now = list(confidence[known - start :][:limit])
+                sequence.proposal, sequence.confidence = (known, present), [*now, *before[len(now) :]]
         if joined is None or not all(0 <= t < self.vocab_size for t in proposed):
             return
         sequence.proposal = (known, joined[:limit])
-        stated = not behind and len(confidence) == len(token_ids)
         sequence.confidence = list(confidence[known - start :][:limit]) if stated else []
         if not behind:
             sequence.proposer = proposer

@@ -17,6 +17,7 @@ from shared.bus import Bus
 from shared.protocol.drafts import (
     DRAFT_MODEL,
     MAX_CONTEXT_TOKENS,
+    MAX_PROPOSALS,
     DraftContext,
     Proposal,
     Proposals,
@@ -247,7 +248,8 @@ async def test_a_flood_of_guesses_is_bounded_between_two_steps(parts: tuple[Stag
     drafter, _ = await chosen(drafters)
 
     async def flood() -> None:
-        await drafter.say(*[Proposal("r1", 5, [1], DRAFT_MODEL)] * (MAX_HEARD + 9))
+        for _ in range(0, MAX_HEARD + 9, MAX_PROPOSALS):
+            await drafter.say(*[Proposal("r1", 5, [1], DRAFT_MODEL)] * MAX_PROPOSALS)
         await drafter.say(Proposal("r2", 5, [1], DRAFT_MODEL))
 
     stage.join("r2")

@@ -103,6 +103,30 @@ def test_a_table_is_read_from_a_drafts_directory(tmp_path: Path) -> None:
     assert table.guess(1, np.array([2]))[0].tolist() == [3]
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"next": np.zeros(1, np.int32)},
+        {"percent": np.full(2, 101, np.uint8)},
+        {"next": np.array([4, -1], np.int32)},
+        {"keys": np.array([9, 3])},
+        {"keys": np.array([3, 3])},
+        {"percent": np.zeros(2, np.float32)},
+        {"keys": np.zeros((2, 2), np.int64)},
+        {"keys": np.array(3)},
+    ],
+)
+def test_a_table_that_is_none_is_refused(tmp_path: Path, changes: dict[str, np.ndarray]) -> None:
+    good = {"keys": np.array([3, 9]), "next": np.array([4, 5], np.int32), "percent": np.array([20, 100], np.uint8)}
+    save_file(good, tmp_path / FOLLOWERS)
+    table = Followers.load(tmp_path)
+    assert table is not None
+    assert table.guess(0, np.array([9, 4]))[0].tolist() == [5, -1]
+    save_file(good | changes, tmp_path / FOLLOWERS)
+    with pytest.raises(ModelUnusable, match=FOLLOWERS):
+        Followers.load(tmp_path)
+
+
 @pytest.mark.parametrize("content", [b"", b"no tensors", None])
 def test_a_damaged_table_is_named(tmp_path: Path, content: bytes | None) -> None:
     if content is None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from services.draft.known import READ_TOKENS, Alternative, GapError, KnownSequence, Wish
 from shared.protocol.drafts import DRAFT_MODEL, DraftContext, Proposal
 from shared.protocol.jobs import SamplingParams
-from shared.speculation import PROMPT_LOOKUP, SUFFIX_TREE, RecentOutputs
+from shared.speculation import PROMPT_LOOKUP, SUFFIX_TREE, Guess, RecentOutputs
 
 PARAMS = SamplingParams(max_tokens=100, seed=1)
 STRANGE = list(range(1000, 1020))
@@ -128,6 +128,34 @@ def test_what_is_left_of_what_was_told_is_not_told_again(came: list[int]) -> Non
     assert told(news(sequence)) == (20 + len(came), [1, 2, 3, 4, 5][len(came) :], DRAFT_MODEL)
 
 
+def test_what_nothing_is_added_to_is_told_again_in_case_it_was_lost() -> None:
+    sequence = known(STRANGE)
+    asked(sequence)
+    drafted(sequence, 0, [1, 2, 3, 4, 5])
+    assert told(news(sequence)) == (20, [1, 2, 3, 4, 5], DRAFT_MODEL)
+    grow(sequence, [1])
+    assert news(sequence) is None
+    grow(sequence, [2])
+    assert told(news(sequence)) == (22, [3, 4, 5], DRAFT_MODEL)
+    grow(sequence, [3])
+    assert news(sequence) is None
+
+
+def test_of_lookups_the_one_that_decode_forgot_for_another_is_told_again() -> None:
+    """Decode keeps one guess of all lookups of a drafter."""
+    sequence = known(STRANGE)
+
+    def look(name: str, token_ids: list[int], chance: float) -> None:
+        sequence._chooser.offer(Guess(len(sequence.token_ids), tuple(token_ids), (chance,) * len(token_ids), name))
+
+    look("first", [5, 6, 7, 8, 9], 0.5)
+    assert told(news(sequence)) == (20, [5, 6, 7, 8, 9], "first")
+    look("second", [5, 66, 67], 0.98)
+    assert told(news(sequence)) == (20, [5, 66, 67], "second")
+    sequence.extend(context(20, [5, 6], 6))
+    assert told(news(sequence)) == (22, [7, 8, 9], "first")
+
+
 def test_what_follows_a_refuted_guess_is_not_told() -> None:
     sequence = known(STRANGE)
     asked(sequence)
@@ -188,7 +216,10 @@ def test_alternatives_are_told_with_the_models_guess() -> None:
     assert proposal.alternatives == [[5, 6], [7, 8]]  # type: ignore[union-attr]
     assert news(sequence) is None
     drafted(sequence, 2, [3])
-    assert news(sequence).alternatives == [[5, 6], [7, 8]]  # type: ignore[union-attr]
+    assert news(sequence).alternatives == []  # type: ignore[union-attr] # decode has them
+    assert not drafted_otherwise(sequence, 0, [[5, 6], [7, 8]])
+    assert drafted_otherwise(sequence, 0, [[5, 6, 9], [7, 8]])
+    assert news(sequence).alternatives == [[5, 6, 9], [7, 8]]  # type: ignore[union-attr]
     grow(sequence, [1])
     assert not sequence.alternative_came
     drafted(sequence, 3, [4])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import math
 import os
@@ -380,6 +381,26 @@ def test_alternatives_that_did_not_come_true_hold_nothing(target: Engine, engine
     assert list(engine._sequences) == ["a"]
 
 
+def test_a_sequence_whose_guess_fails_is_left_out_and_the_others_go_on(
+    target: Engine, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = Drafter(4, alternatives=2)
+    drafter.take(engine, [wish(list(PROMPT), len(PROMPT), 5, greedy(LENGTH), name) for name in ("a", "b")])
+    chances = draft_model._chances
+
+    def fail(sequence: Sequence, start: int) -> list[float]:
+        if sequence.seq_id == "a":
+            raise KeyError(start)
+        return chances(sequence, start)
+
+    monkeypatch.setattr(draft_model, "_chances", fail)
+    said = told(drafter, engine)
+    assert {item.request_id for item in said} == {"b"}
+    assert [token for item in said for token in item.token_ids] == answer(target, PROMPT, greedy(LENGTH))[:5]
+    drafter.forget(engine, "b")
+    assert engine.pool.num_used == 0
+
+
 def test_alternatives_are_told_with_what_there_is_to_tell_and_when_they_are_complete(
     target: Engine, engine: Engine
 ) -> None:
@@ -633,6 +654,40 @@ async def test_on_cpu_guesses_are_computed_where_nobody_else_wants_the_core(
     assert os.sched_getscheduler(0) == before, "that thread alone"
     monkeypatch.setattr(draft_model, "_on_cpu", lambda settings: False)
     assert await thread_policy(path) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="Linux alone has it")
+async def test_one_that_gets_no_core_for_long_competes_for_one_until_it_goes_on(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_model, "HEALTH_CHECK_S", 0.05)
+    monkeypatch.setattr(draft_model, "STARVED_S", 0.2)
+    settings = DraftSettings(
+        model=str(path), device="cpu", dtype="fp32", block_tokens=16, kv_memory_gib=0.01, _env_file=None
+    )
+    metrics = DraftMetrics("draft-0", CollectorRegistry()).engine
+    model = await DraftModel.load(settings, str(path), ModelFiles("tiny", path, "f"), metrics)
+    watch = asyncio.create_task(model.exit_when_broken(1000.0))
+    thread_id, goes_on = model._yielding_thread, threading.Event()
+    assert thread_id is not None
+
+    async def until(policy: int) -> None:
+        async with asyncio.timeout(30):
+            while os.sched_getscheduler(thread_id) != policy:
+                # As a thread that has work takes its turns.
+                model._host.async_engine.post(lambda engine: None)
+                await asyncio.sleep(0.01)
+
+    try:
+        await until(os.SCHED_IDLE)
+        model._host.async_engine.post(lambda engine: goes_on.wait(30))
+        await until(os.SCHED_OTHER)
+        goes_on.set()
+        await until(os.SCHED_IDLE)
+    finally:
+        goes_on.set()
+        watch.cancel()
+        await model.stop()
 
 
 async def test_where_that_is_forbidden_it_computes_all_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,10 @@ def test_what_was_said_of_a_proposal_is_said_of_no_other(engine: Engine) -> None
     engine.propose("s", at, expected[1:4], "model", SAID[:3])
     engine.propose("s", at, expected[1:3], "silent")
     assert sequence.confidence == list(SAID[:3]), "one that says less of the same changes nothing"
+    engine.propose("s", at, expected[1:3], "model", (0.3, 0.4))
+    assert sequence.confidence == [0.3, 0.4, SAID[2]], (
+        "unless it is the same proposer's, which is more or less sure now"
+    )
     engine.propose("s", at + 3, expected[4:6], "model", SAID[3:])
     assert sequence.confidence == [], "of what is joined nobody spoke as a whole"
     assert stated(engine, "s") == []
