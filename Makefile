@@ -86,10 +86,10 @@ soak: $(INSTALLED) ## The same in rounds, for HEADRACE_SOAK_MINUTES (60)
 	@mkdir -p bench-results
 	$(BIN)/python -m loadgen.chaos --minutes $${HEADRACE_SOAK_MINUTES:-60} --json bench-results/soak.json
 
-draft: $(INSTALLED) ## A draft of the default model from prompts as users write them, an hour and a half on one core; goes on where it was
+draft: $(INSTALLED) ## The shipped draft again, from prompts as users write them, two hours on one core; goes on where it was
 	@mkdir -p build/draft shared/models/packed_drafts
 	$(BIN)/python infra/draft/prompts.py > build/draft/prompts.txt
-	$(BIN)/headrace distill --target smollm2-135m-instruct --prompts build/draft/prompts.txt --tokens 400000 --layers 4 \
+	$(BIN)/headrace distill --target smollm2-135m-instruct --prompts build/draft/prompts.txt --tokens 700000 --layers 4 --epochs 3 \
 	  --out build/draft/model --pack shared/models/packed_drafts/smollm2-135m-instruct-draft.safetensors
 
 simulate: $(INSTALLED) ## The recovery logic in 20,000 random interleavings on a simulated NATS

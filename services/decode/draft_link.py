@@ -103,9 +103,15 @@ class DraftLink:
                 if told is not None:
                     await self._tell(told)
 
-    def join(self, request: GenerationRequest, token_ids: list[int], on_guess: Callable[[Guess], None]) -> None:
-        """A sequence begins, or goes on, with these tokens."""
-        self._sequences[request.request_id] = Told(request, list(token_ids), on_guess, _ahead(FIRST_WANTED))
+    def join(
+        self,
+        request: GenerationRequest,
+        token_ids: list[int],
+        on_guess: Callable[[Guess], None],
+        wanted: int = FIRST_WANTED,
+    ) -> None:
+        """A sequence begins, or goes on, with these tokens. `wanted` as in `grew`."""
+        self._sequences[request.request_id] = Told(request, list(token_ids), on_guess, _ahead(wanted))
         self._note(request.request_id)
 
     def grew(self, request_id: str, new_ids: list[int], wanted: int) -> None:
@@ -113,7 +119,7 @@ class DraftLink:
         told = self._sequences.get(request_id)
         if told is not None:
             told.token_ids += new_ids
-            told.wanted = _ahead(wanted) if wanted else 0
+            told.wanted = _ahead(wanted)
             told.heard = 0
             self._note(request_id)
 
@@ -239,4 +245,4 @@ def _ahead(wanted: int) -> int:
 
     What is wanted usually is no limit where a drafter is sure of more.
     """
-    return min(max(2 * wanted + 1, SURE_TOKENS), MAX_PROPOSAL_TOKENS)
+    return min(max(2 * wanted + 1, SURE_TOKENS), MAX_PROPOSAL_TOKENS) if wanted else 0

@@ -7,11 +7,13 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.decode.draft_link import DraftLink
+from services.decode.demand import Demand
+from services.decode.draft_link import DRAFT_SERVICE, FIRST_WANTED, DraftLink
 from services.decode.drafting import Drafted, Drafting
 from services.decode.settings import DecodeSettings
 from shared.bus import Bus
 from shared.engine import Sequence, SequenceStep, StepStats
+from shared.protocol.drafts import DRAFT_MODEL
 from shared.protocol.jobs import GenerationRequest
 from shared.speculation import Tally
 from shared.telemetry.metrics import SpeculationMetrics
@@ -47,6 +49,7 @@ class Speculation:
         self._draft_length = 0.0
         self._on = settings.speculation == "auto"
         self._metrics = metrics
+        self._demand = Demand()
         self._link = DraftLink(bus, host.model.name, worker)
         self._drafting = Drafting(host.async_engine, settings.max_draft_tokens)
         self._drafted: dict[str, Drafted] = {}
@@ -74,7 +77,8 @@ class Speculation:
         group = f"{request.tenant}\0{request.salt}"
         drafted = self._drafting.begin(sequence, request.prediction_ids, group)
         self._drafted[request.request_id] = drafted
-        self._link.join(request, sequence.token_ids, lambda guess: self._drafting.offer(drafted, guess))
+        wanted = FIRST_WANTED if self._demand.ask() else 0
+        self._link.join(request, sequence.token_ids, lambda guess: self._drafting.offer(drafted, guess), wanted)
 
     def grew(self, step: SequenceStep) -> None:
         """A sequence has new tokens."""
@@ -82,9 +86,11 @@ class Speculation:
         self.totals.add(step)
         if step.drafted:
             self._metrics.observe(step.proposer, step.drafted, step.accepted)
+            if step.proposer in (DRAFT_MODEL, DRAFT_SERVICE):
+                self._demand.used()
         if drafted is not None:
-            asks = step.finish_reason is None and drafted.drafts.asks_outside
-            self._link.grew(step.seq_id, list(step.new_ids), step.wanted if asks else 0)
+            could_use = step.finish_reason is None and step.wanted > 0 and drafted.drafts.asks_outside
+            self._link.grew(step.seq_id, list(step.new_ids), step.wanted if could_use and self._demand.ask() else 0)
 
     def end(self, request_id: str) -> None:
         """The sequence has ended here. Its output is remembered for its tenant if it is whole."""

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-MARGIN = 0.02
-"""Drafts must promise this much more than a plain step: estimates are noisy, and drafting has costs beside the step."""
+MARGIN = 0.05
+"""Drafts must promise this much more than a plain step: drafting has costs beside the step, and estimates are noisy, so
+that of many row counts one always looks cheap."""
 
 PRIOR_SLOPE = 0.1
 """What a row adds to a step of one row while nothing is measured. So steep that only few, likely drafts are tried."""
