@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-MARGIN = 0.08
+MARGIN = 0.05
 """Drafts must promise this much more than a plain step: drafting has costs beside the step, and estimates are noisy, so
 that of many row counts one always looks cheap."""
 

@@ -243,15 +243,15 @@ def test_a_lying_proposer_is_not_believed_for_long_and_the_next_sequence_knows()
 def test_text_that_becomes_easy_is_noticed_without_verifying_anything() -> None:
     """What was offered is compared with the tokens that came, so nothing has to be tried."""
     policy = DraftPolicy(MOST, MAX_ROWS)
-    measured(policy, steep, [2, 3, 4, 8], pad=int)
+    measured(policy, steep, [3, 4, 5, 9], pad=int)
     acceptance = Acceptance()
     for _ in range(30):
         policy.judge(acceptance, "p", [1] * MOST, [2])
     candidates = [Candidate(acceptance, "p", MOST)]
-    assert policy.choose(candidates, 2, spare=100) == [0]
+    assert policy.choose(candidates, 3, spare=100) == [0]
     for _ in range(12):
         policy.judge(acceptance, "p", [1] * MOST, [1])
-    assert policy.choose(candidates, 2, spare=100) != [0]
+    assert policy.choose(candidates, 3, spare=100) != [0]
 
 
 def test_acceptance_is_told_apart_by_position_sequence_and_proposer() -> None:

@@ -266,30 +266,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         return list(self.world.sequences)
 
 
-NEEDED = {
-    "admitted cold",
-    "cached at admission",
-    "cached at resumption",
-    "preempted",
-    "evicted",
-    "drafted",
-    "rewound",
-    "forked within a block",
-}
-
-MOST_PARTS = 4
-
-
 def test_ten_thousand_random_operations_lose_no_block_and_share_only_what_is_final() -> None:
-    """Examples are drawn until all that matters came up; what is rare sometimes takes more than the first part."""
-    for _ in range(MOST_PARTS):
-        run_state_machine_as_test(
-            SchedulerMachine,
-            settings=settings(
-                max_examples=250, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
-            ),
-        )
-        if SchedulerMachine.seen >= NEEDED:
-            break
+    run_state_machine_as_test(
+        SchedulerMachine,
+        settings=settings(
+            max_examples=250, stateful_step_count=80, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
     assert SchedulerMachine.operations >= 10_000
-    assert SchedulerMachine.seen >= NEEDED
+    assert SchedulerMachine.seen >= {
+        "admitted cold",
+        "cached at admission",
+        "cached at resumption",
+        "preempted",
+        "evicted",
+        "drafted",
+        "rewound",
+        "forked within a block",
+    }
