@@ -156,6 +156,18 @@ def test_of_lookups_the_one_that_decode_forgot_for_another_is_told_again() -> No
     assert told(news(sequence)) == (22, [7, 8, 9], "first")
 
 
+def test_what_the_table_got_wrong_does_not_count_against_the_model() -> None:
+    rates = []
+    for from_table in (False, True):
+        sequence = known(STRANGE)
+        asked(sequence)
+        drafted(sequence, 0, [1, 2])
+        sequence.drafted_otherwise(0, [Alternative([5, 6], [0.2, 0.3], from_table)])
+        grow(sequence, [5, 7])
+        rates.append(sequence._record.rate)
+    assert rates[0] < rates[1]
+
+
 def test_what_follows_a_refuted_guess_is_not_told() -> None:
     sequence = known(STRANGE)
     asked(sequence)

@@ -11,6 +11,7 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
@@ -24,6 +25,7 @@ from services.draft.draft_model import (
     DraftModel,
     _dtype,
 )
+from services.draft.followers import Followers
 from services.draft.known import SOON, Alternative, Wish
 from services.draft.service import Drafted
 from services.draft.settings import DraftSettings
@@ -379,6 +381,22 @@ def test_alternatives_that_did_not_come_true_hold_nothing(target: Engine, engine
     plain.take(engine, [wish(tokens, len(PROMPT), 7, greedy(LENGTH))])
     told(plain, engine)
     assert list(engine._sequences) == ["a"]
+
+
+def test_what_the_table_says_of_tokens_that_were_not_gone_on_from_is_told_too(target: Engine, engine: Engine) -> None:
+    size = engine.vocab_size
+    every = np.arange(size)
+    table = Followers({"keys": every, "next": (every + 1) % size, "percent": np.full(size, 50)})
+    drafter = Drafter(4, alternatives=2, followers=table)
+    drafter.take(engine, [wish(list(PROMPT), len(PROMPT), 5, greedy(LENGTH))])
+    found = [item.alternatives for item in told(drafter, engine) if item.alternatives][-1]
+    firsts = [guess.token_ids[0] for guess in found]
+    assert len(set(firsts)) == len(firsts)
+    assert answer(target, PROMPT, greedy(LENGTH))[0] not in firsts
+    of_table = [guess for guess in found if guess.from_table]
+    assert len(of_table) > 10
+    assert all(guess.token_ids == [first, (first + 1) % size] for guess in of_table for first in guess.token_ids[:1])
+    assert all(guess.confidence[1] == 0.5 for guess in of_table)
 
 
 def test_a_sequence_whose_guess_fails_is_left_out_and_the_others_go_on(
