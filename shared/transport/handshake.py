@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -27,6 +28,10 @@ from shared.protocol.kv import (
 )
 from shared.transport.errors import PeerRefused, ProtocolViolation
 from shared.transport.stream import Stream
+
+
+class NoPlace(Exception):
+    """There are as many connections as there may be."""
 
 
 class Side(msgspec.Struct, frozen=True):
@@ -86,8 +91,13 @@ async def greet_as_client(stream: Stream, secret: bytes, sides: dict[Carrier, Si
     return Agreement(carrier, mine, Side(reply.address, reply.mark))
 
 
-async def greet_as_store(stream: Stream, secret: bytes, sides: dict[Carrier, Side]) -> Agreement:
-    """Raises PeerRefused after telling the client why, PeerGone, ProtocolViolation."""
+async def greet_as_store(
+    stream: Stream, secret: bytes, sides: dict[Carrier, Side], take_place: Callable[[], None]
+) -> Agreement:
+    """`take_place` is called once the client has proved the secret, before it is told so; it may raise NoPlace.
+
+    Raises PeerRefused after telling the client why, PeerGone, ProtocolViolation.
+    """
     nonce = secrets.token_bytes(NONCE_BYTES)
     await stream.send_frame(encode_kv(Challenge(nonce, list(sides))), MAX_HANDSHAKE_BYTES)
     answer = await _receive(stream)
@@ -100,6 +110,11 @@ async def greet_as_store(stream: Stream, secret: bytes, sides: dict[Carrier, Sid
     if answer.v != KV_VERSION or answer.carrier not in sides:
         await refuse(stream, f"KV protocol {KV_VERSION} over {sorted(sides)} is spoken here")
         raise PeerRefused(f"{stream.peer} wants KV protocol {answer.v} over {answer.carrier}")
+    try:
+        take_place()
+    except NoPlace as error:
+        await refuse(stream, str(error))
+        raise PeerRefused(f"{stream.peer} was refused: {error}") from None
     mine = sides[answer.carrier]
     proof = _proof(secret, "store", nonce, answer.nonce, answer.carrier, mine.address, mine.mark)
     await stream.send_frame(encode_kv(Welcome(mine.address, mine.mark, proof)), MAX_HANDSHAKE_BYTES)

@@ -13,13 +13,15 @@ import structlog
 
 from shared.transport.base import Connection, Handler, Transport
 from shared.transport.errors import AddressTaken, TransportError
-from shared.transport.handshake import greet_as_store, refuse
+from shared.transport.handshake import NoPlace, greet_as_store, refuse
 from shared.transport.stream import Stream
 
 HANDSHAKE_TIMEOUT_S: Final = 3.0
 MAX_STRANGERS: Final = 32
 """Peers in the handshake, so that they cost at most this many sockets and small buffers. One more puts out the one that
 has been at it for longest: proving the secret takes milliseconds, so those who hold it are the last to go."""
+
+FULL: Final = "too many connections"
 
 TELL_S: Final = 10.0
 """A flood of strangers is logged this often."""
@@ -52,7 +54,8 @@ class Listener:
         """In the order of their coming."""
         self._put_out = 0
         self._told_s = -TELL_S
-        self._connections: set[Connection] = set()
+        self._admitted: set[asyncio.Task[None]] = set()
+        """Who proved the secret: from before they hear of it until their connection is closed."""
         self._peers: set[asyncio.Task[None]] = set()
         self._socket: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
@@ -60,7 +63,7 @@ class Listener:
 
     @property
     def connections(self) -> int:
-        return len(self._connections)
+        return len(self._admitted)
 
     async def __aenter__(self) -> Self:
         """Raises AddressTaken."""
@@ -138,27 +141,33 @@ class Listener:
         try:
             connection = await self._admit(stream)
             if connection is not None:
-                self._connections.add(connection)
                 await self._handler(connection)
         except TransportError as error:
             log.info("peer_lost", peer=stream.peer, error=str(error))
         except Exception:
             log.exception("peer_handler_failed", peer=stream.peer)
         finally:
+            self._admitted.discard(asyncio.current_task())
             if connection is not None:
-                self._connections.discard(connection)
                 connection.close()
 
     async def _admit(self, stream: Stream) -> Connection | None:
         """The connection of a peer that proved the secret. Raises TransportError."""
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                if len(self._connections) >= self._max_connections:
-                    await refuse(stream, "too many connections")
+                if len(self._admitted) >= self._max_connections:
+                    await refuse(stream, FULL)
                     return None
-                agreement = await greet_as_store(stream, self._secret, self._transport.sides())
+                agreement = await greet_as_store(stream, self._secret, self._transport.sides(), self._take_place)
         except TimeoutError:
             log.warning("peer_unproven", peer=stream.peer, after_s=HANDSHAKE_TIMEOUT_S)
             return None
-        self._strangers.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
         return await self._transport.establish(stream, agreement, accepted=True)
+
+    def _take_place(self) -> None:
+        """The running task's peer proved the secret. Raises NoPlace, as others may have been admitted meanwhile."""
+        if len(self._admitted) >= self._max_connections:
+            raise NoPlace(FULL)
+        task = asyncio.current_task()
+        self._strangers.pop(task, None)  # type: ignore[arg-type]
+        self._admitted.add(task)  # type: ignore[arg-type]

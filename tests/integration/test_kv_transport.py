@@ -354,6 +354,20 @@ async def test_connections_beyond_the_limit_are_refused(transport: Transport, ki
         small.kill()
 
 
+async def test_of_many_that_come_at_once_no_more_than_the_limit_get_in(transport: Transport, kind: str) -> None:
+    small = Peer(kind, max_connections=2)
+    try:
+        came = await asyncio.gather(*[connect(transport, small) for _ in range(12)], return_exceptions=True)
+        admitted = [connection for connection in came if isinstance(connection, Connection)]
+        refused = [error for error in came if isinstance(error, PeerRefused) and "too many" in str(error)]
+        assert (len(admitted), len(refused)) == (2, 10), came
+        for connection in admitted:
+            await connection.send_header(b"echo 1 100")
+            connection.close()
+    finally:
+        small.kill()
+
+
 async def test_the_pool_reuses_connections_up_to_its_bound(transport: Transport, lasting_peer: Peer) -> None:
     pool = ConnectionPool(transport, SECRET, per_peer=2)
     used: set[int] = set()
