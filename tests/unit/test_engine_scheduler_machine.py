@@ -40,9 +40,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.arrivals = 0
         self.pinned: dict[str, list[int]] = {}
 
-    def some(self, data: st.DataObject, *states: str) -> Sequence | None:
+    def any_is(self, *states: str) -> bool:
+        return any(s.state in states for s in self.world.sequences)
+
+    def some(self, data: st.DataObject, *states: str) -> Sequence:
+        """One of those that are in such a state, of which there are some."""
         found = [s for s in self.world.sequences if s.state in states]
-        return found[data.draw(st.integers(0, len(found) - 1))] if found else None
+        return found[data.draw(st.integers(0, len(found) - 1))]
 
     @precondition(lambda self: len(self.world.sequences) < MOST_SEQUENCES)
     @rule(
@@ -61,11 +65,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         if start:
             self.world.add(new)
 
+    @precondition(lambda self: self.any_is("new"))
     @rule(data=st.data())
     def admit(self, data: st.DataObject) -> None:
         s = self.some(data, "new")
-        if s is None:
-            return
         free, waiting = self.world.pool.num_free, [w for w in self.world.scheduler.waiting if not w.block_ids]
         try:
             self.world.scheduler.admit(s, len(s.token_ids) + 1)
@@ -78,12 +81,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         s.state = "admitted"
         self.seen.add("cached at admission" if s.num_computed else "admitted cold")
 
+    @precondition(lambda self: self.any_is("admitted"))
     @rule(data=st.data(), part=st.floats(0, 1))
     def load(self, data: st.DataObject, part: float) -> None:
         """Somebody writes KV from elsewhere behind what the cache had."""
         s = self.some(data, "admitted")
-        if s is None:
-            return
         loaded = round(part * len(s.token_ids))
         rows = kv_rows(s.salt, s.token_ids)
         for position in range(s.num_computed, loaded):
@@ -91,39 +93,41 @@ class SchedulerMachine(RuleBasedStateMachine):
         s.num_computed = max(s.num_computed, min(loaded, len(s.token_ids) - 1))
         self.world.scheduler.commit(s)
 
+    @precondition(lambda self: self.any_is("new", "admitted", "paused"))
     @rule(data=st.data())
     def start(self, data: st.DataObject) -> None:
         s = self.some(data, "new", "admitted", "paused")
-        if s is not None:
-            self.world.add(s)
+        self.world.add(s)
 
+    @precondition(lambda self: self.any_is(*STARTED))
     @rule(data=st.data(), right=st.integers(0, 3), wrong=st.booleans())
     def propose(self, data: st.DataObject, right: int, wrong: bool) -> None:
         s = self.some(data, *STARTED)
-        if s is not None:
-            guess = [*continuation(s.salt, s.token_ids, right), *([0, 0] if wrong else [])]
-            s.proposal = (len(s.token_ids), guess)
+        guess = [*continuation(s.salt, s.token_ids, right), *([0, 0] if wrong else [])]
+        s.proposal = (len(s.token_ids), guess)
 
+    @precondition(lambda self: self.any_is("admitted", *STARTED))
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
         s = self.some(data, "admitted", *STARTED)
-        if s is not None and not s.pins:
+        if not s.pins:
             s.pins = 1
             self.pinned[s.seq_id] = s.block_ids[: s.num_computed // BLOCK_TOKENS]
 
+    @precondition(lambda self: bool(self.pinned))
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
         pinned = [s for s in self.world.sequences if s.pins]
-        if pinned:
-            s = pinned[data.draw(st.integers(0, len(pinned) - 1))]
-            s.pins = 0
-            del self.pinned[s.seq_id]
+        s = pinned[data.draw(st.integers(0, len(pinned) - 1))]
+        s.pins = 0
+        del self.pinned[s.seq_id]
 
+    @precondition(lambda self: self.any_is("paused", "finished", *STARTED))
     @rule(data=st.data(), kept=st.floats(0, 1), tail=st.lists(st.integers(0, 2), min_size=0, max_size=5))
     def rewind(self, data: st.DataObject, kept: float, tail: list[int]) -> None:
         """As the engine does it for drafting: other tokens behind the prompt, then on."""
         s = self.some(data, "paused", "finished", *STARTED)
-        if s is None or s.pins:
+        if s.pins:
             return
         outputs = s.token_ids[s.num_prompt :]
         tokens = [*s.token_ids[: s.num_prompt + round(kept * len(outputs))], *tail]
@@ -139,12 +143,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.seen.add("rewound into a shared block" if shared else "rewound")
 
     @precondition(lambda self: len(self.world.sequences) < MOST_SEQUENCES)
+    @precondition(lambda self: self.any_is("paused", "finished", *STARTED))
     @rule(data=st.data(), part=st.floats(0, 1), token=st.integers(0, 2), more=st.integers(1, 9))
     def fork(self, data: st.DataObject, part: float, token: int, more: int) -> None:
         """As the engine does it for a drafter's second thoughts."""
         source = self.some(data, "paused", "finished", *STARTED)
-        if source is None:
-            return
         kept = source.num_prompt + round(part * (len(source.token_ids) - source.num_prompt))
         new = sequence(self.arrivals, [*source.token_ids[:kept], token], more + 1, salt=source.salt)
         if len(new.token_ids) + more > BLOCKS * BLOCK_TOKENS:
@@ -169,25 +172,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         new.state = "admitted"
         self.world.sequences.append(new)
 
+    @precondition(lambda self: self.any_is("running"))
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
         """Its logits were no numbers: nothing that it computed may be found."""
         s = self.some(data, "running")
-        if s is None or not s.num_computed:
+        if not s.num_computed:
             return
         self.world.scheduler.disown(s)
         self.world.scheduler.remove(s)
         s.state = "failed"
         assert not set(s.block_ids) & set(self.world.pool._key_of)
 
+    @precondition(lambda self: bool(self.world.sequences))
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        if self.world.sequences:
-            s = self.world.sequences[data.draw(st.integers(0, len(self.world.sequences) - 1))]
-            self.pinned.pop(s.seq_id, None)
-            self.world.release(s)
+        s = self.world.sequences[data.draw(st.integers(0, len(self.world.sequences) - 1))]
+        self.pinned.pop(s.seq_id, None)
+        self.world.release(s)
 
-    @precondition(lambda self: any(s.state in STARTED for s in self.world.sequences))
+    @precondition(lambda self: self.any_is(*STARTED))
     @rule(steps=st.integers(1, 12))
     def step(self, steps: int) -> None:
         for _ in range(steps):
