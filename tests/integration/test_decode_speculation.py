@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 from nats.aio.msg import Msg
 
+from services.decode.demand import SELDOM
 from services.decode.draft_link import DRAFT_SERVICE
 from services.decode.worker import DecodeWorker
 from shared.bus import Bus
@@ -64,6 +65,13 @@ class Generous(DraftPolicy):
         return [candidate.length for candidate in candidates]
 
 
+class Deaf(Generous):
+    """Would like guesses, and verifies none."""
+
+    def choose(self, candidates: list[Candidate], base_rows: int, *, chunk_tokens: int = 0, spare: int) -> list[int]:
+        return [0 for _ in super().choose(candidates, base_rows, chunk_tokens=chunk_tokens, spare=spare)]
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp(f"m{uuid.uuid4().hex[:8]}"))
@@ -82,9 +90,13 @@ def prompt_of(number: int) -> list[int]:
 
 async def speculating(pipeline: Pipeline, **changes: Any) -> Running:
     decode = await pipeline.decode(speculation="auto", **changes)
-    engine = decode.host.async_engine.engine
-    engine._draft_policy = engine._scheduler._draft_policy = Generous(16, engine.config.max_batch_tokens)
+    set_policy(decode, Generous)
     return decode
+
+
+def set_policy(decode: Running, policy: type[DraftPolicy]) -> None:
+    engine = decode.host.async_engine.engine
+    engine._draft_policy = engine._scheduler._draft_policy = policy(16, engine.config.max_batch_tokens)
 
 
 async def answer_of(pipeline: Pipeline, request: GenerationRequest) -> Answer:
@@ -345,6 +357,32 @@ async def test_a_drafter_whose_first_choice_is_always_wrong_helps_by_its_alterna
         assert await answers(pipeline, cases, salt="first") == expected
         await decode.until_idle()
     assert decode.worker.speculation.totals.accepted[DRAFT_MODEL] > 0
+
+
+async def test_a_drafter_whose_guesses_nobody_verifies_is_asked_seldom_until_they_are(pipeline: Pipeline) -> None:
+    decode = await speculating(pipeline)
+    async with drafter(pipeline, repeats) as other:
+        Paced(decode, other)
+
+        async def asked(salt: str) -> tuple[int, int]:
+            """(contexts that asked for a guess, all contexts) of one request."""
+            other.contexts.clear()
+            request = await pipeline.submit(prompt_of(1), salt=salt, params={"temperature": 1.5}, output=OUTPUT)
+            await pipeline.until_ended(request)
+            await decode.until_idle()
+            told = [context for context in other.contexts if not context.forget]
+            return sum(context.wanted > 0 for context in told), len(told)
+
+        wanted, told = await asked("verified")
+        assert wanted >= told - 2, "all, but for the end"
+        set_policy(decode, Deaf)
+        for salt in ("believed", "doubted", "mistrusted"):
+            await asked(salt)
+        assert (await asked("given up"))[0] in (OUTPUT // SELDOM, OUTPUT // SELDOM + 1)
+        set_policy(decode, Generous)
+        await asked("tried again")
+        wanted, told = await asked("trusted again")
+        assert wanted >= told - 2
 
 
 async def test_a_drafter_hears_of_a_sequence_as_of_its_request_and_of_its_end(pipeline: Pipeline) -> None:
