@@ -6,8 +6,8 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -54,7 +54,10 @@ class Stack:
         return [f"{stage}-{n}" for stage, count in self.scale.items() for n in range(count)]
 
     async def headrace(self, *arguments: str, timeout_s: float = _COMMAND_S) -> str:
-        """Run one of the operator's commands; its output. Raises StackUnusable when it fails or hangs."""
+        """Run one of the operator's commands; its output. Raises StackUnusable when it fails or hangs.
+
+        When this is cancelled the command is asked to end: `up` then takes down what it started.
+        """
         process = await asyncio.create_subprocess_exec(
             str(Path(sys.executable).parent / "headrace"),
             *arguments,
@@ -70,10 +73,28 @@ class Stack:
             process.kill()
             await process.wait()
             raise StackUnusable(f"headrace {' '.join(arguments)} did not end within {timeout_s:.0f} s") from error
+        except asyncio.CancelledError:
+            if process.returncode is None:
+                await _finished(_end(process))
+            raise
         text = output.decode(errors="replace")
         if process.returncode != 0:
             raise StackUnusable(f"headrace {' '.join(arguments)} failed: {text.strip()[-600:]}")
         return text
+
+    async def up(self) -> None:
+        """Start it in the background, as many instances as `scale` says. Raises StackUnusable."""
+        wanted = [option for stage, count in self.scale.items() for option in ("--scale", f"{stage}={count}")]
+        try:
+            await self.headrace("up", "--detach", *wanted, timeout_s=_UP_S)
+        except asyncio.CancelledError:
+            with suppress(StackUnusable):  # there is none, unless it came up just then
+                await self.down()
+            raise
+
+    async def down(self) -> None:
+        """Take it down, also while the run is being cancelled, however often. Raises StackUnusable."""
+        await _finished(self.headrace("down"))
 
     async def await_whole(self, observer: Observer, within_s: float = 120.0) -> None:
         """Return when every instance says that it is ready and a gateway would serve. Raises StackUnusable."""
@@ -138,8 +159,7 @@ async def own_stack(
         }
         gateways = [f"http://127.0.0.1:{port + n}" for n in range(scale["gateway"])]
         stack = Stack(home, environment, gateways, servers.nats_url, model, dict(scale), keys, servers)
-        wanted = [option for stage, count in scale.items() for option in ("--scale", f"{stage}={count}")]
-        await stack.headrace("up", "--detach", *wanted, timeout_s=_UP_S)
+        await stack.up()
         held.push_async_callback(_close, stack)
         yield stack
 
@@ -163,7 +183,7 @@ async def _close(stack: Stack) -> None:
         for proxy in stack.servers.proxies.values():
             await proxy.open()
     try:
-        await stack.headrace("down")
+        await stack.down()
     finally:
         for proxy in stack.kv_proxies.values():
             await proxy.close()
@@ -174,3 +194,27 @@ async def _serves(http: httpx.AsyncClient, url: str) -> bool:
         return (await http.get(f"{url}/readyz")).is_success
     except httpx.HTTPError:
         return False
+
+
+async def _finished(work: Coroutine[Any, Any, object]) -> None:
+    """Wait for it even if this is cancelled meanwhile, and say so then. Raises what it raises."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    process.terminate()
+    try:
+        async with asyncio.timeout(_COMMAND_S):
+            await process.communicate()
+    except TimeoutError:
+        process.kill()
+        await process.wait()

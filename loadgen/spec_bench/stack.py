@@ -16,7 +16,6 @@ from loadgen.chaos.servers import free_port
 from loadgen.chaos.stack import Stack
 
 SCALE: Final = {"gateway": 1, "prefill": 1, "decode": 1, "draft": 1, "kvstore": 1}
-_UP_S: Final = 600.0
 _OPEN_TENANT: Final = "default"
 """Whose requests without a key are."""
 _PATIENCE_S: Final = 600
@@ -74,12 +73,11 @@ async def own_target(home: Path, model: str, draft: str, threads: int) -> AsyncI
         "HEADRACE_QUEUE_TIMEOUT_S": str(_PATIENCE_S),
     }
     stack = Stack(home, environment, [], "", model, dict(SCALE))
-    wanted = [option for stage, count in SCALE.items() for option in ("--scale", f"{stage}={count}")]
-    await stack.headrace("up", "--detach", *wanted, timeout_s=_UP_S)
+    await stack.up()
     try:
         yield await _look_at(stack, *sides)
     finally:
-        await stack.headrace("down")
+        await stack.down()
 
 
 async def running_target(home: Path) -> Target:
