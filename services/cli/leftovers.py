@@ -9,6 +9,8 @@ import psutil  # type: ignore[import-untyped]
 
 _TERM_WAIT_S = 10.0
 _KILL_WAIT_S = 5.0
+_MOST_LOOKS = 10
+"""One after the supervisor's end finds all that it started; the others are for what cannot be killed yet."""
 
 
 def stack_processes(stack_id: str) -> list[psutil.Process]:
@@ -24,18 +26,26 @@ def stack_processes(stack_id: str) -> list[psutil.Process]:
 
 
 def end_processes(stack_id: str, *, gently: bool = True) -> int:
-    """SIGTERM (when `gently`), then SIGKILL. Returns how many there were. psutil guards against reused ids."""
-    processes = stack_processes(stack_id)
-    if gently:
-        for process in processes:
-            _send(process, kill=False)
-        _, remaining = psutil.wait_procs(processes, timeout=_TERM_WAIT_S)
-    else:
+    """SIGTERM (when `gently`), then SIGKILL. Returns how many there were. psutil guards against reused ids.
+
+    While it looks, the supervisor may start another, which nobody would end then: so it looks until there is none.
+    """
+    found: set[psutil.Process] = set()
+    for _ in range(_MOST_LOOKS):
+        processes = stack_processes(stack_id)
+        if not processes:
+            break
+        found.update(processes)
         remaining = processes
-    for process in remaining:
-        _send(process, kill=True)
-    psutil.wait_procs(remaining, timeout=_KILL_WAIT_S)
-    return len(processes)
+        if gently:
+            for process in processes:
+                _send(process, kill=False)
+            _, remaining = psutil.wait_procs(processes, timeout=_TERM_WAIT_S)
+        for process in remaining:
+            _send(process, kill=True)
+        psutil.wait_procs(remaining, timeout=_KILL_WAIT_S)
+        gently = False
+    return len(found)
 
 
 def _send(process: psutil.Process, *, kill: bool) -> None:
