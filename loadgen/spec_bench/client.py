@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import httpx
@@ -18,7 +21,7 @@ from loadgen.chaos.verify import answer_of
 from loadgen.chaos.workload import Request
 from loadgen.spec_bench.errors import NotMeasured
 from loadgen.spec_bench.stack import Side, Target
-from loadgen.spec_bench.statistics import Arrival, arrivals
+from loadgen.spec_bench.statistics import Arrival, Pace, arrivals, pace
 from loadgen.spec_bench.workloads import Api, Script
 from shared.protocol.records import Ended, Tokens
 from shared.protocol.subjects import log_subject
@@ -38,6 +41,20 @@ class Answered(msgspec.Struct, frozen=True):
     steps: int
 
 
+@dataclass(frozen=True)
+class Round:
+    """Answers by script and turn. All clients were at work from `since_s` until `until_s`."""
+
+    answers: list[list[Answered]]
+    since_s: float
+    until_s: float
+
+    @property
+    def pace(self) -> Pace:
+        streams = [answered.arrivals for turns in self.answers for answered in turns]
+        return pace(streams, self.since_s, self.until_s)
+
+
 class Clients:
     """Clients of one side, which say in each request whether it may speculate."""
 
@@ -49,18 +66,42 @@ class Clients:
         self._label = f"spec-bench-{id(self)}-{self._speculation}"
         self._numbers = itertools.count()
 
-    async def answers(self, scripts: Sequence[Script], told: Sequence[Sequence[str]]) -> list[Answered]:
-        """The next turn of all scripts at once; `told` has each one's answers so far. Raises NotMeasured.
+    async def answers(self, scripts: Sequence[Script], in_flight: int) -> Round:
+        """All turns of all scripts by `in_flight` clients, each of which takes the next one when it is done with one.
 
-        Several prompts are computed and stored beforehand: else the last would only begin when the first has ended.
+        Several first prompts are computed and stored beforehand: else the last stream would only begin when the first
+        has ended. Raises NotMeasured.
         """
-        bodies = [script.body(answers) for script, answers in zip(scripts, told, strict=True)]
-        if len(bodies) > 1:
-            await asyncio.gather(*(self._send({**body, **_OFF, "max_tokens": 1}, "whole") for body in bodies))
-        readings = await asyncio.gather(
-            *(self._send({**body, "speculation": self._speculation}, "stream") for body in bodies)
-        )
-        return [await self._settle(reading) for reading in readings]
+        if in_flight > 1:
+            await asyncio.gather(
+                *(self._send({**script.body([]), **_OFF, "max_tokens": 1}, "whole") for script in scripts)
+            )
+        left = collections.deque(enumerate(scripts))
+        answers: list[list[Answered]] = [[] for _ in scripts]
+        first_s: list[float] = []
+        last_s: list[float] = []
+
+        async def client() -> None:
+            streams: list[list[Arrival]] = []
+            while left:
+                number, script = left.popleft()
+                async for answered in self._turns(script):
+                    answers[number].append(answered)
+                    streams.append(answered.arrivals)
+                    if len(streams) == 1:
+                        first_s.append(min((arrival.at_s for arrival in answered.arrivals), default=0.0))
+            last_s.append(max((arrival.at_s for stream in streams for arrival in stream), default=math.inf))
+
+        await asyncio.gather(*(client() for _ in range(in_flight)))
+        return Round(answers, since_s=max(first_s), until_s=min(last_s))
+
+    async def _turns(self, script: Script) -> AsyncIterator[Answered]:
+        told: list[str] = []
+        for _ in range(script.turns):
+            body = {**script.body(told), "speculation": self._speculation}
+            answered = await self._settle(await self._send(body, "stream"))
+            told.append(answered.text)
+            yield answered
 
     async def _send(self, body: dict[str, Any], kind: Any) -> Reading:
         number = next(self._numbers)

@@ -23,11 +23,12 @@ class Proposed(msgspec.Struct, frozen=True):
 class Cell(msgspec.Struct, frozen=True):
     """One workload at one concurrency. A pair is the same requests with speculation and without.
 
-    Rates are medians over pairs, in output tokens per second between the first token and the last: of the one stream at
-    concurrency 1, of all together else. `tokens_per_step`: of the records of speculating requests. `accepted_length`:
-    the mean of what a verification gives, the target's own token included; `ready`: the share of sequences' steps that
-    had a proposal in time; both None where the worker does not count them. `repeated`: how much of the answers stands
-    in the text that they were to repeat. `counters`: by how much those of decode worker and drafter rose.
+    Rates are medians over pairs, in output tokens per second of as many streams together as are in flight: those of a
+    stream behind its first token, as often. `tokens_per_step`: of the records of speculating requests.
+    `accepted_length`: the mean of what a verification gives, the target's own token included; `ready`: the share of
+    sequences' steps that had a proposal in time; both None where the worker does not count them. `repeated`: how much
+    of the answers stands in the text that they were to repeat. `counters`: by how much those of decode worker and
+    drafter rose.
     """
 
     workload: WorkloadName
@@ -150,8 +151,8 @@ def show_cells(console: Console, cells: Sequence[Cell]) -> None:
         )
     console.print(table)
     console.print(
-        " without, with: output tokens/s between first and last token, medians over pairs. drafted: positions that "
-        "were verified; kept: of these. Shares of drafted positions by proposer.",
+        " without, with: output tokens/s of all streams, behind each one's first token, medians over pairs. drafted: "
+        "positions that were verified; kept: of these. Shares of drafted positions by proposer.",
         style="dim",
         highlight=False,
     )

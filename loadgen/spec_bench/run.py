@@ -17,7 +17,7 @@ from loadgen.spec_bench.client import Answered, Clients
 from loadgen.spec_bench.counters import read_counters, risen
 from loadgen.spec_bench.report import Cell, accepted_length, proposers_of, ready_share
 from loadgen.spec_bench.stack import Target
-from loadgen.spec_bench.statistics import Pace, interval, pace
+from loadgen.spec_bench.statistics import Pace, interval
 from loadgen.spec_bench.workloads import Script, Size, WorkloadName, repeated_share, script
 
 _WITHOUT: Final = False
@@ -79,24 +79,17 @@ class Comparison:
         )
 
     async def _pair(self, workload: WorkloadName, concurrency: int, pair: int, sums: _Sums) -> None:
-        """All turns of `concurrency` scripts on both sides. Sides change after each turn, so that they meet the same
-        machine."""
-        numbers = [next(self._numbers[workload]) for _ in range(concurrency)]
+        """The same scripts on both sides; half as many again as are in flight, so that one that ends is followed."""
+        numbers = [next(self._numbers[workload]) for _ in range(concurrency + concurrency // 2)]
         scripts = [script(workload, self._plan.size, self._plan.seed, number) for number in numbers]
-        told: dict[bool, list[list[str]]] = {side: [[] for _ in scripts] for side in (_WITHOUT, _WITH)}
-        paces = dict.fromkeys((_WITHOUT, _WITH), Pace())
+        rounds = {side: await self._clients[side].answers(scripts, concurrency) for side in self._order(pair)}
+        for side, found in rounds.items():
+            sums.paces[side].append(found.pace)
         for turn in range(scripts[0].turns):
-            found: dict[bool, list[Answered]] = {}
-            for side in self._order(pair + turn):
-                found[side] = await self._clients[side].answers(scripts, told[side])
-                paces[side] += pace([answer.arrivals for answer in found[side]])
-                for texts, answer in zip(told[side], found[side], strict=True):
-                    texts.append(answer.text)
-            sums.speculated += found[_WITH]
-            sums.differing += differences(f"{workload} {pair}.{turn}", numbers, found[_WITHOUT], found[_WITH])
-            sums.repeated += _repeated(scripts, found[_WITHOUT])
-        for side, side_pace in paces.items():
-            sums.paces[side].append(side_pace)
+            without, speculated = ([turns[turn] for turns in rounds[side].answers] for side in (_WITHOUT, _WITH))
+            sums.speculated += speculated
+            sums.differing += differences(f"{workload} {pair}.{turn}", numbers, without, speculated)
+            sums.repeated += _repeated(scripts, without)
 
     def _order(self, place: int) -> tuple[bool, bool]:
         """Sides of one tenant share what is remembered: the speculating one comes first then, and finds nothing."""
@@ -157,7 +150,7 @@ def figures(
     seed: int,
 ) -> Cell:
     """Of one cell: a pace of each side for each pair, and the answers of all speculating requests."""
-    plain_rates, rates = ([one.tokens_per_s for one in paces] for paces in (without, speculating))
+    plain_rates, rates = ([concurrency * one.tokens_per_s for one in paces] for paces in (without, speculating))
     # A pair that ended at its first token has no pace.
     ratios = [ours / plain for plain, ours in zip(plain_rates, rates, strict=True) if plain and ours]
     accepted = sum(answer.accepted for answer in speculated)

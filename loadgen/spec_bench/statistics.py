@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from statistics import median
@@ -26,7 +27,7 @@ class Arrival(msgspec.Struct, frozen=True):
 
 
 class Pace(msgspec.Struct, frozen=True):
-    """Tokens that came within `seconds`, behind the first."""
+    """Tokens that came within `seconds`."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -64,12 +65,19 @@ def arrivals(shown: Sequence[Shown], entries: Sequence[Entry]) -> list[Arrival]:
     return found
 
 
-def pace(streams: Sequence[Sequence[Arrival]]) -> Pace:
-    """Of streams that ran together: the tokens of all of them behind the first arrival, until the last one."""
-    together = sorted((arrival for stream in streams for arrival in stream), key=lambda arrival: arrival.at_s)
-    if len(together) < 2:
-        return Pace()
-    return Pace(sum(arrival.tokens for arrival in together[1:]), together[-1].at_s - together[0].at_s)
+def pace(streams: Sequence[Sequence[Arrival]], since_s: float = -math.inf, until_s: float = math.inf) -> Pace:
+    """What `streams` brought between two times, each counted behind its first arrival in there.
+
+    `seconds` are those of every stream: with N of them at once, N times its tokens per second is what they bring
+    together. Time in which a stream was waited for is in none of them.
+    """
+    whole = Pace()
+    for stream in streams:
+        inside = [arrival for arrival in stream if since_s <= arrival.at_s <= until_s]
+        if len(inside) > 1:
+            tokens = sum(arrival.tokens for arrival in inside[1:])
+            whole += Pace(tokens, inside[-1].at_s - inside[0].at_s)
+    return whole
 
 
 def interval(values: Sequence[float], seed: int) -> Interval:

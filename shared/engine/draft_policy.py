@@ -20,6 +20,10 @@ MARGIN = 0.05
 """Drafts must promise this much more than a plain step: drafting has costs beside the step, and estimates are noisy, so
 that of many row counts one always looks cheap."""
 
+NEARLY = 0.02
+"""Of row counts that promise so much less than the best at most, the smallest is taken: near the best, drafts bring
+about what they cost, and the estimates are no better than that."""
+
 PRIOR_SLOPE = 0.1
 """What a row adds to a step of one row while nothing is measured. So steep that only few, likely drafts are tried."""
 
@@ -361,7 +365,7 @@ class DraftPolicy:
 def best_lengths(
     chances: list[list[float]], base_rows: int, cost_s: Floats, extra_s: float, spare: int
 ) -> tuple[list[int], float]:
-    """(how many drafts of each sequence make tokens per second most, that rate); fewest of equals.
+    """(how many drafts of each sequence make tokens per second most, that rate); fewest of those nearly as good.
 
     Every one of `base_rows` sequences gives a token anyway, and each draft one more with its chance, never larger than
     that of those before it. `cost_s` holds the seconds of a step by its rows, to which `extra_s` is added. It may jump,
@@ -376,9 +380,10 @@ def best_lengths(
         return none, plain
     tokens = base_rows + drafts[order].cumsum()
     rates = tokens / (cost_s[base_rows + 1 : base_rows + 1 + len(order)] + extra_s)
-    most = int(rates.argmax())
-    if rates[most] <= plain * (1 + MARGIN):
+    best = float(rates.max())
+    if best <= plain * (1 + MARGIN):
         return none, plain
+    most = int((rates >= best * (1 - NEARLY)).argmax())
     owners = np.repeat(np.arange(len(chances)), [len(row) for row in chances])
     lengths: list[int] = np.bincount(owners[order[: most + 1]], minlength=len(chances)).tolist()
     return lengths, float(rates[most])

@@ -19,6 +19,7 @@ from shared.engine.draft_policy import (
     LOOK_EVERY,
     MARGIN,
     MOST_PROPOSERS,
+    NEARLY,
     PROBE_EVERY,
     SETTLED,
     Acceptance,
@@ -57,13 +58,17 @@ def rate_of(
 def brute_force(
     chances: list[list[float]], base: int, cost_s: Callable[[int], float], extra_s: float, spare: int
 ) -> float:
-    """The best rate of all ways to draft."""
-    best = plain = rate_of([0] * len(chances), chances, base, cost_s, extra_s)
+    """The rate of the fewest drafts that are nearly as good as the best of all ways to draft."""
+    best: dict[int, float] = {}
+    """By the number of drafts."""
     for lengths in itertools.product(*(range(len(row) + 1) for row in chances)):
-        if sum(lengths) <= spare:
-            rate = rate_of(lengths, chances, base, cost_s, extra_s)
-            best = max(best, rate) if rate > plain * (1 + MARGIN) else best
-    return best
+        total = sum(lengths)
+        if total <= spare:
+            best[total] = max(best.get(total, 0.0), rate_of(lengths, chances, base, cost_s, extra_s))
+    most = max(best.values())
+    if most <= best[0] * (1 + MARGIN):
+        return best[0]
+    return next(best[total] for total in sorted(best) if total and best[total] >= most * (1 - NEARLY))
 
 
 def even(probability: float, count: int = MOST) -> list[float]:
@@ -102,6 +107,16 @@ def test_rows_that_pad_anyway_are_filled_and_a_jump_is_taken_only_where_it_pays(
     assert best_lengths([even(0.9), even(0.2)], 2, curve, 0.0, 1)[0] == [1, 0], "the likelier one has the free row"
 
 
+def test_of_row_counts_that_are_nearly_as_good_the_smallest_is_taken() -> None:
+    curve = np.array([0.03 + 0.0006 * rows for rows in range(MAX_ROWS)])
+    chances = [[0.6, 0.3, 0.05, 0.03]]
+    rates = [rate_of([n], chances, 1, curve.__getitem__) for n in range(5)]
+    assert max(rates) == rates[3] > rates[2] > (1 - NEARLY) * rates[3] > rates[1]
+    lengths, rate = best_lengths(chances, 1, curve, 0.0, 100)
+    assert lengths == [2]
+    assert rate == pytest.approx(rates[2])
+
+
 def measured(
     policy: DraftPolicy, cost_s: Callable[[int], float], counts: list[int], pad: Callable[[int], int] = padded
 ) -> None:
@@ -137,7 +152,7 @@ def test_few_drafts_are_tried_while_nothing_is_known() -> None:
 
 def test_no_more_drafts_are_chosen_than_were_offered_and_fit() -> None:
     policy = DraftPolicy(MOST, 20)
-    measured(policy, lambda _: 0.04, [1, 4, 8, 16])
+    measured(policy, lambda _: 0.04, [1, 4, 8, 16, 20])
     sure = [Acceptance() for _ in range(3)]
     for acceptance in sure:
         taught(policy, acceptance, MOST)

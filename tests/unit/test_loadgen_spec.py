@@ -124,13 +124,20 @@ def test_tokens_count_when_the_client_saw_them_and_held_back_ones_with_the_next_
     assert arrivals(seen, entries) == [Arrival(1.0, 1), Arrival(2.0, 5), Arrival(2.5, 1)]
 
 
-def test_a_pace_runs_from_the_first_token_of_all_streams_to_the_last() -> None:
+def test_a_pace_is_that_of_each_stream_behind_its_first_token() -> None:
     alone = [Arrival(1.0, 1), Arrival(1.5, 4), Arrival(3.0, 2)]
     later = [Arrival(2.0, 1), Arrival(5.0, 9)]
     assert pace([alone]) == Pace(6, 2.0)
-    assert pace([later, alone]) == Pace(16, 4.0)
+    assert pace([later, alone]) == Pace(15, 5.0)
     assert pace([[Arrival(1.0, 1)], []]).tokens_per_s == 0
-    assert (Pace(6, 2.0) + Pace(16, 4.0)).tokens_per_s == pytest.approx(22 / 6)
+    assert (Pace(6, 2.0) + Pace(15, 5.0)).tokens_per_s == pytest.approx(3.0)
+
+
+def test_a_pace_leaves_out_what_came_before_all_were_at_work_and_after_one_was_done() -> None:
+    streams = [[Arrival(float(t), 1) for t in range(10)], [Arrival(t + 0.5, 2) for t in range(4)]]
+    assert pace(streams, since_s=2.0, until_s=6.0) == Pace(4 + 2, 4.0 + 1.0)
+    even = [[Arrival(t / 10, 1) for t in range(100)]] * 8
+    assert 8 * pace(even, 1.0, 8.0).tokens_per_s == pytest.approx(80.0), "what the eight bring together"
 
 
 def test_the_interval_holds_the_median_and_narrows_with_more_pairs() -> None:
