@@ -203,6 +203,11 @@ class SpeculationMetrics:
             "Drafted tokens verified in a step of a sequence, mean over the last steps",
             registry=registry,
         )
+        self._drafters_asked = Gauge(
+            "headrace_spec_decode_drafters_asked",
+            "1 while drafters are asked for guesses, 0 while they are left alone",
+            registry=registry,
+        )
 
     def observe(self, proposer: str, drafted: int, accepted: int) -> None:
         """One step of a sequence verified so many tokens of a proposal, of which the first `accepted` were right."""
@@ -215,11 +220,15 @@ class SpeculationMetrics:
         for position in range(accepted):
             self._accepted_at.labels(position).inc()
 
-    def observe_step(self, sequences: int, ready: int, draft_length: float) -> None:
-        """A step held so many sequences that could use drafts, `ready` of them with a proposal."""
+    def observe_step(self, sequences: int, ready: int, draft_length: float, *, asked: bool) -> None:
+        """A step held so many sequences that could use drafts, `ready` of them with a proposal.
+
+        `asked`: whether drafters are asked for more now.
+        """
         self._rows.inc(sequences)
         self._ready.inc(ready)
         self._draft_length.set(draft_length)
+        self._drafters_asked.set(asked)
 
     def observe_guesses(self, proposer: str, guesses: int, late: int) -> None:
         """What one proposer guessed for a request that has ended."""

@@ -19,6 +19,7 @@ from nats.aio.msg import Msg
 
 from services.decode.demand import SELDOM
 from services.decode.draft_link import DRAFT_SERVICE
+from services.decode.trials import Trials
 from services.decode.worker import DecodeWorker
 from shared.bus import Bus
 from shared.engine import SequenceStep
@@ -70,6 +71,22 @@ class Deaf(Generous):
 
     def choose(self, candidates: list[Candidate], base_rows: int, *, chunk_tokens: int = 0, spare: int) -> list[int]:
         return [0 for _ in super().choose(candidates, base_rows, chunk_tokens=chunk_tokens, spare=spare)]
+
+
+class Fixed(Trials):
+    """Asks always or never, and remembers what it heard of steps: sequences, tokens, expected and real seconds."""
+
+    def __init__(self, *, asks: bool) -> None:
+        super().__init__()
+        self._fixed = asks
+        self.heard: list[tuple[int, int, float, float]] = []
+
+    @property
+    def asks(self) -> bool:
+        return self._fixed
+
+    def observe(self, sequences: int, tokens: int, plain_s: float, seconds: float) -> None:
+        self.heard.append((sequences, tokens, plain_s, seconds))
 
 
 @pytest.fixture(scope="module")
@@ -361,6 +378,8 @@ async def test_a_drafter_whose_first_choice_is_always_wrong_helps_by_its_alterna
 
 async def test_a_drafter_whose_guesses_nobody_verifies_is_asked_seldom_until_they_are(pipeline: Pipeline) -> None:
     decode = await speculating(pipeline)
+    assert isinstance(decode.worker, DecodeWorker)
+    decode.worker.speculation._trials = Fixed(asks=True)
     async with drafter(pipeline, repeats) as other:
         Paced(decode, other)
 
@@ -383,6 +402,23 @@ async def test_a_drafter_whose_guesses_nobody_verifies_is_asked_seldom_until_the
         await asked("tried again")
         wanted, told = await asked("trusted again")
         assert wanted >= told - 2
+
+
+async def test_where_drafters_cost_more_than_they_bring_nobody_asks_and_steps_tell_it(pipeline: Pipeline) -> None:
+    decode = await speculating(pipeline)
+    assert isinstance(decode.worker, DecodeWorker)
+    async with drafter(pipeline, repeats) as other:
+        Paced(decode, other)
+        for asks in (True, False):
+            other.contexts.clear()
+            decode.worker.speculation._trials = trials = Fixed(asks=asks)
+            request = await pipeline.submit(prompt_of(1), params={"temperature": 1.5}, output=OUTPUT)
+            await pipeline.until_ended(request)
+            await decode.until_idle()
+            assert any(context.wanted for context in other.contexts) == asks
+    decoded = OUTPUT - 1  # the first is prefill's, and nothing follows the last step that would tell how long it took
+    assert decoded - 17 <= sum(tokens for _, tokens, _, _ in trials.heard) < decoded
+    assert all(sequences == 1 and seconds > 0 and plain_s > 0 for sequences, _, plain_s, seconds in trials.heard)
 
 
 async def test_a_drafter_hears_of_a_sequence_as_of_its_request_and_of_its_end(pipeline: Pipeline) -> None:

@@ -143,6 +143,7 @@ def test_metrics_keep_their_names() -> None:
         "headrace_spec_decode_num_sequence_steps",
         "headrace_spec_decode_num_ready_sequence_steps",
         "headrace_spec_decode_draft_length",
+        "headrace_spec_decode_drafters_asked",
         "headrace_kv_transfer_bytes",
         "headrace_kv_transfer_seconds",
         "headrace_kv_blocks_hit",
