@@ -23,6 +23,14 @@ class DecodeSettings(EngineSettings):
     speculation: Literal["auto", "off"] = Field("auto", description="off: nothing is drafted, drafters are not asked")
     max_draft_tokens: int = Field(16, ge=1, le=32, description="Most drafted tokens verified in one step of a sequence")
 
+    least_drafted: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="Tokens that drafters must bring in a step of a sequence to be asked; 0 where their work takes"
+        " nothing from decode's, as on cores or a device of their own",
+    )
+
     @property
     def draft_rows(self) -> int:
         """Rows that a sequence's drafts may take in one step."""

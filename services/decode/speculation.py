@@ -11,7 +11,6 @@ from services.decode.demand import Demand
 from services.decode.draft_link import DRAFT_SERVICE, FIRST_WANTED, DraftLink
 from services.decode.drafting import Drafted, Drafting
 from services.decode.settings import DecodeSettings
-from services.decode.trials import Trials
 from shared.bus import Bus
 from shared.engine import Sequence, SequenceStep, StepStats
 from shared.protocol.drafts import DRAFT_MODEL
@@ -23,10 +22,6 @@ from shared.worker.holdings import Holding
 
 STEPS_SHOWN = 32
 """The present draft length is the mean over about so many steps."""
-
-
-IDLE_AFTER = 1.5
-"""A step that begins later than so many durations behind the beginning of the last one was not waited for."""
 
 
 @dataclass
@@ -54,10 +49,7 @@ class Speculation:
         self._draft_length = 0.0
         self._on = settings.speculation == "auto"
         self._metrics = metrics
-        self._demand = Demand()
-        self._trials = Trials()
-        self._last_step: tuple[int, int, StepStats] | None = None
-        """Sequences, tokens and times of the last plain or verifying step, until it is known when the next began."""
+        self._demand = Demand(settings.least_drafted)
         self._link = DraftLink(bus, host.model.name, worker)
         self._drafting = Drafting(host.async_engine, settings.max_draft_tokens)
         self._drafted: dict[str, Drafted] = {}
@@ -85,7 +77,7 @@ class Speculation:
         group = f"{request.tenant}\0{request.salt}"
         drafted = self._drafting.begin(sequence, request.prediction_ids, group)
         self._drafted[request.request_id] = drafted
-        wanted = FIRST_WANTED if self._asks() else 0
+        wanted = FIRST_WANTED if self._demand.asks else 0
         self._link.join(request, sequence.token_ids, lambda guess: self._drafting.offer(drafted, guess), wanted)
 
     def grew(self, step: SequenceStep) -> None:
@@ -94,11 +86,9 @@ class Speculation:
         self.totals.add(step)
         if step.drafted:
             self._metrics.observe(step.proposer, step.drafted, step.accepted)
-            if step.proposer in (DRAFT_MODEL, DRAFT_SERVICE):
-                self._demand.used()
         if drafted is not None:
-            could_use = step.finish_reason is None and step.wanted > 0 and drafted.drafts.asks_outside
-            self._link.grew(step.seq_id, list(step.new_ids), step.wanted if could_use and self._asks() else 0)
+            asks = step.finish_reason is None and self._asks_outside(step) and self._demand.asks
+            self._link.grew(step.seq_id, list(step.new_ids), step.wanted if asks else 0)
 
     def end(self, request_id: str) -> None:
         """The sequence has ended here. Its output is remembered for its tenant if it is whole."""
@@ -124,31 +114,22 @@ class Speculation:
             told[f"accepted.{proposer}"] = self.totals.accepted[proposer]
         return told
 
-    def _asks(self) -> bool:
-        """Whether to ask drafters for a sequence that could use a guess."""
-        return self._trials.asks and self._demand.ask()
+    def _asks_outside(self, step: SequenceStep) -> bool:
+        """Whether a drafter's guess could be of use."""
+        drafted = self._drafted.get(step.seq_id)
+        return drafted is not None and step.wanted > 0 and drafted.drafts.asks_outside
 
     def _on_steps(self, steps: list[SequenceStep], stats: StepStats) -> None:
-        self._compare(steps, stats)
         if not stats.speculating:
             return
+        asking = sum(map(self._asks_outside, steps))
+        brought = sum(step.accepted for step in steps if step.proposer in (DRAFT_MODEL, DRAFT_SERVICE))
+        self._demand.observe(stats.speculating, asking, brought)
         self._rows += stats.speculating
         self._ready += stats.ready
         self._draft_length += (stats.drafted / stats.speculating - self._draft_length) / STEPS_SHOWN
-        self._metrics.observe_step(
-            stats.speculating, stats.ready, self._draft_length, asked=self._trials.asks and self._demand.pays
-        )
+        self._metrics.observe_step(stats.speculating, stats.ready, self._draft_length, asked=self._demand.asks)
 
     def _count(self, tallies: Mapping[str, Tally]) -> None:
         for proposer, tally in tallies.items():
             self._metrics.observe_guesses(proposer, tally.offered, tally.late)
-
-    def _compare(self, steps: list[SequenceStep], stats: StepStats) -> None:
-        """Steps with prompts in them tell nothing, nor does the time in which there was nothing to do."""
-        if self._last_step is not None:
-            sequences, tokens, last = self._last_step
-            seconds = min(stats.started_s - last.started_s, IDLE_AFTER * last.duration_s)
-            self._trials.observe(sequences, tokens, last.plain_s, seconds)
-        decodes_only = stats.batch_tokens == len(steps) + stats.drafted
-        comparable = stats.speculating > 0 and decodes_only and stats.plain_s > 0
-        self._last_step = (len(steps), sum(len(step.new_ids) for step in steps), stats) if comparable else None

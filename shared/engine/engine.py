@@ -416,12 +416,8 @@ class Engine:
             accepted=sum(s.accepted for s in steps),
             speculating=sum(w.decodes and w.sequence.speculate for w in work),
             ready=sum(bool(w.offered) for w in work),
-            plain_s=self._plain_seconds(sum(w.decodes for w in work)),
         )
         return steps
-
-    def _plain_seconds(self, rows: int) -> float:
-        return 0.0 if self._draft_policy is None else float(self._draft_policy.cost.expected()[rows])
 
     def _learn_cost(self, work: list[Work], seconds: float) -> None:
         if self._draft_policy is None:

@@ -106,8 +106,7 @@ class SequenceStep:
 class StepStats:
     """One step as a whole. `started_s` is on the monotonic clock; `batch_tokens` counts real rows, not padding.
 
-    Of `speculating` sequences, which could have used drafts, `ready` had a proposal in time. `plain_s` is how long a
-    step of the same decoding sequences without drafts or prompts is thought to take; 0 where nobody knows.
+    Of `speculating` sequences, which could have used drafts, `ready` had a proposal in time.
     """
 
     started_s: float
@@ -119,4 +118,3 @@ class StepStats:
     accepted: int
     speculating: int = 0
     ready: int = 0
-    plain_s: float = 0.0

@@ -1,34 +1,78 @@
-"""Drafters are asked as long as what they say is of use, and seldom when it is not."""
+"""Drafters are asked where their guesses bring enough, at each load; else now and then, to see whether that changed."""
 
 from __future__ import annotations
 
-from services.decode.demand import LEAST, SELDOM, Demand
+import random
+
+import pytest
+
+from services.decode.demand import FIRST_REST, LONGEST_REST, SETTLE_STEPS, TRY_STEPS, Demand
+
+LEAST = 0.1
 
 
-def asked(demand: Demand, turns: int, used_each: float) -> int:
-    """Of so many turns; of those asked that share is verified, spread evenly."""
-    found, debt = 0, 0.0
-    for _ in range(turns):
-        if demand.ask():
-            found += 1
-            debt += used_each
-            while debt >= 1:
-                demand.used()
-                debt -= 1
-    return found
+class Worker:
+    """Steps in which each sequence takes over a token of a drafter with some probability, if drafters were asked."""
+
+    def __init__(self, seed: int = 1) -> None:
+        self.demand = Demand(LEAST)
+        self._rng = random.Random(seed)
+
+    def run(self, steps: int, sequences: int, probability: float, *, asking: int | None = None) -> float:
+        """The share of steps in which drafters were asked."""
+        asked = 0
+        for _ in range(steps):
+            asks = self.demand.asks
+            asked += asks
+            could = sequences if asking is None else asking
+            brought = sum(asks and self._rng.random() < probability for _ in range(could))
+            self.demand.observe(sequences, could, brought)
+        return asked / steps
 
 
-def test_what_is_used_often_enough_is_always_asked_for() -> None:
-    demand = Demand()
-    assert asked(demand, 1000, 2 * LEAST) == 1000
-    assert demand.pays
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("sequences", [1, 3, 8])
+def test_drafters_that_bring_enough_are_asked_almost_always(sequences: int, seed: int) -> None:
+    worker = Worker(seed)
+    assert worker.run(4000, sequences, 0.25) > 0.95
 
 
-def test_what_hardly_ever_is_used_is_asked_for_now_and_then_and_found_out_when_that_changes() -> None:
-    demand = Demand()
-    asked(demand, 200, LEAST / 4)
-    assert not demand.pays
-    assert asked(demand, 100 * SELDOM, LEAST / 4) == 100
-    asked(demand, 20 * SELDOM, 3 * LEAST)
-    assert demand.pays
-    assert asked(demand, 100, 3 * LEAST) == 100
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("sequences", [1, 3, 8])
+def test_drafters_that_bring_too_little_are_soon_asked_seldom(sequences: int, seed: int) -> None:
+    worker = Worker(seed)
+    worker.run(1000, sequences, 0.04)
+    assert worker.run(4000, sequences, 0.04) < (TRY_STEPS + SETTLE_STEPS) / LONGEST_REST + 0.15
+    eight = Worker(seed)
+    assert eight.run(200, 8, 0.04) < 0.5
+
+
+@pytest.mark.parametrize("sequences", [1, 8])
+def test_when_guesses_become_good_it_is_found_out(sequences: int) -> None:
+    worker = Worker()
+    worker.run(3000, sequences, 0.0)
+    worker.run(LONGEST_REST + SETTLE_STEPS + TRY_STEPS, sequences, 0.4)
+    assert worker.run(500, sequences, 0.4) == 1
+    worker.run(1000, sequences, 0.0)
+    assert not worker.demand.asks
+    assert worker.run(FIRST_REST + SETTLE_STEPS + TRY_STEPS, sequences, 0.4) > 0, "the first rest again"
+
+
+def test_loads_are_told_apart() -> None:
+    worker = Worker()
+    for _ in range(5):
+        assert worker.run(200, 1, 0.3) > 0.99
+        worker.run(200, 8, 0.02)
+    assert worker.run(200, 9, 0.02) < 0.4, "about as many as 8"
+
+
+def test_steps_in_which_nobody_could_use_a_guess_tell_nothing() -> None:
+    worker = Worker()
+    assert worker.run(5000, 4, 0.0, asking=0) == 1
+
+
+def test_where_nothing_has_to_be_brought_drafters_are_always_asked() -> None:
+    demand = Demand(0.0)
+    for _ in range(5000):
+        demand.observe(8, 8, 0)
+        assert demand.asks
