@@ -138,7 +138,8 @@ async def own_stack(
 ) -> AsyncIterator[Stack]:
     """Start one in `home` and take it down again. Raises StackUnusable.
 
-    KV caches are small, so that the reference fills them and their memory is all touched before it is measured.
+    KV caches are small, so that the reference fills them and their memory is all touched before it is measured; and
+    drafters are always asked, so that they are at work whenever they are struck.
     """
     home.mkdir(parents=True, exist_ok=True)  # noqa: ASYNC240 - before anything runs
     keys = {tenant: f"chaos-key-of-{tenant}" for tenant in tenants}
@@ -156,6 +157,7 @@ async def own_stack(
             "HEADRACE_API_KEYS": msgspec.json.encode({key: tenant for tenant, key in keys.items()}).decode(),
             "HEADRACE_KV_MEMORY_GIB": str(kv_memory_gib),
             "HEADRACE_STORE_MEMORY_GIB": str(2 * kv_memory_gib),
+            "HEADRACE_LEAST_DRAFTED": "0",
         }
         gateways = [f"http://127.0.0.1:{port + n}" for n in range(scale["gateway"])]
         stack = Stack(home, environment, gateways, servers.nats_url, model, dict(scale), keys, servers)

@@ -379,11 +379,14 @@ def best_lengths(
     if not len(order):
         return none, plain
     tokens = base_rows + drafts[order].cumsum()
-    rates = tokens / (cost_s[base_rows + 1 : base_rows + 1 + len(order)] + extra_s)
+    seconds = cost_s[base_rows + 1 : base_rows + 1 + len(order)] + extra_s
+    rates = tokens / seconds
     best = float(rates.max())
     if best <= plain * (1 + MARGIN):
         return none, plain
-    most = int((rates >= best * (1 - NEARLY)).argmax())
+    enough = int((rates >= best * (1 - NEARLY)).argmax())
+    # Behind these, all that a step of the same cost holds: rows that pad it anyway.
+    most = enough + int(np.where(seconds[enough:] <= seconds[enough], rates[enough:], 0.0).argmax())
     owners = np.repeat(np.arange(len(chances)), [len(row) for row in chances])
     lengths: list[int] = np.bincount(owners[order[: most + 1]], minlength=len(chances)).tolist()
     return lengths, float(rates[most])

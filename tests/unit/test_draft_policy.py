@@ -58,7 +58,7 @@ def rate_of(
 def brute_force(
     chances: list[list[float]], base: int, cost_s: Callable[[int], float], extra_s: float, spare: int
 ) -> float:
-    """The rate of the fewest drafts that are nearly as good as the best of all ways to draft."""
+    """The rate of the fewest drafts that are nearly as good as the best of all ways, and of those free beside them."""
     best: dict[int, float] = {}
     """By the number of drafts."""
     for lengths in itertools.product(*(range(len(row) + 1) for row in chances)):
@@ -68,7 +68,8 @@ def brute_force(
     most = max(best.values())
     if most <= best[0] * (1 + MARGIN):
         return best[0]
-    return next(best[total] for total in sorted(best) if total and best[total] >= most * (1 - NEARLY))
+    enough = next(total for total in sorted(best) if total and best[total] >= most * (1 - NEARLY))
+    return max(best[n] for n in best if n >= enough and cost_s(base + n) + extra_s <= cost_s(base + enough) + extra_s)
 
 
 def even(probability: float, count: int = MOST) -> list[float]:
