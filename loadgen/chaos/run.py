@@ -95,7 +95,8 @@ class ChaosRun:
                 return
             finally:
                 self.report.wall_s = time.monotonic() - began
-            self.report.leaks.append(Leaks(settle_s, left, compare(before, after), dead, full))
+            memory = compare(before, after, self._stack.draft_cache_bytes)
+            self.report.leaks.append(Leaks(settle_s, left, memory, dead, full))
             self._observer.forget()
             wave += self._plan.waves
 

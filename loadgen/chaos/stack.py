@@ -27,6 +27,8 @@ _UP_S: Final = 600.0
 _COMMAND_S: Final = 240.0
 _KV_HOST: Final = "127.0.0.2"
 """Stores listen on 127.0.0.1 and tell workers this address, where the run's proxies stand."""
+_DRAFT_CACHE_GIB: Final = 0.25
+"""A drafter's default of HEADRACE_KV_MEMORY_GIB."""
 _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -48,6 +50,11 @@ class Stack:
     def available(self) -> frozenset[Needs]:
         """What the faults that can be made here need."""
         return frozenset(("nothing", "proxies")) if self.servers is not None else frozenset(("nothing",))
+
+    @property
+    def draft_cache_bytes(self) -> int:
+        """What the KV cache of a drafter takes when it is full."""
+        return int(float(self.environment.get("HEADRACE_KV_MEMORY_GIB", _DRAFT_CACHE_GIB)) * (1 << 30))
 
     @property
     def instances(self) -> list[str]:
