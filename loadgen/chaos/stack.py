@@ -72,6 +72,7 @@ class Stack:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is this process's to answer
         )
         try:
             async with asyncio.timeout(timeout_s):
@@ -94,8 +95,8 @@ class Stack:
         wanted = [option for stage, count in self.scale.items() for option in ("--scale", f"{stage}={count}")]
         try:
             await self.headrace("up", "--detach", *wanted, timeout_s=_UP_S)
-        except asyncio.CancelledError:
-            with suppress(StackUnusable):  # there is none, unless it came up just then
+        except (asyncio.CancelledError, StackUnusable):
+            with suppress(StackUnusable):  # there is none, unless it came up just then, or hung half way
                 await self.down()
             raise
 
@@ -220,7 +221,8 @@ async def _finished(work: Coroutine[Any, Any, object]) -> None:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    process.terminate()
+    with suppress(ProcessLookupError):
+        process.terminate()
     try:
         async with asyncio.timeout(_COMMAND_S):
             await process.communicate()

@@ -113,7 +113,8 @@ async def _measure(
     task = asyncio.current_task()
     assert task is not None  # noqa: S101 - asyncio.run made one
     # As Ctrl-C does: what was started must not outlive the run.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     async with AsyncExitStack() as held:
         if place.attach is not None:
             target = await running_target(place.attach)

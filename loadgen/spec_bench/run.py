@@ -149,18 +149,22 @@ def figures(
     counters: dict[str, float],
     seed: int,
 ) -> Cell:
-    """Of one cell: a pace of each side for each pair, and the answers of all speculating requests."""
-    plain_rates, rates = ([concurrency * one.tokens_per_s for one in paces] for paces in (without, speculating))
-    # A pair that ended at its first token has no pace.
-    ratios = [ours / plain for plain, ours in zip(plain_rates, rates, strict=True) if plain and ours]
+    """Of one cell: a pace of each side for each pair, and the answers of all speculating requests.
+
+    A pair that ended at its first token has no pace, and counts in no rate.
+    """
+    timed = [(plain, ours) for plain, ours in zip(without, speculating, strict=True) if plain.tokens and ours.tokens]
+    plain_rates = [concurrency * plain.tokens_per_s for plain, _ in timed]
+    rates = [concurrency * ours.tokens_per_s for _, ours in timed]
+    ratios = [ours / plain for plain, ours in zip(plain_rates, rates, strict=True)]
     accepted = sum(answer.accepted for answer in speculated)
     steps = sum(answer.steps for answer in speculated)
     decoded = sum(max(len(answer.ids) - 1, 0) for answer in speculated)
     return Cell(
         workload=workload,
         concurrency=concurrency,
-        without_tokens_per_s=median(plain_rates),
-        with_tokens_per_s=median(rates),
+        without_tokens_per_s=median(plain_rates or [0.0]),
+        with_tokens_per_s=median(rates or [0.0]),
         speed_up=interval(ratios, seed),
         ratios=ratios,
         output_tokens=sum(len(answer.ids) for answer in speculated),

@@ -18,11 +18,14 @@ MEMORY = 0.9975
 FIRST_REST, LONGEST_REST = 64, 512
 """Steps in which nobody is asked. Twice as many each time that drafters did not bring enough after a rest either."""
 
-SETTLE_STEPS = 4
-"""Behind a rest guesses do not count yet: drafters have to read what came meanwhile."""
+SETTLE_STEPS = 16
+"""Behind a rest guesses do not count yet: drafters have to read what came meanwhile, maybe whole prompts."""
 
 TRY_STEPS = 64
 """So many steps of sequences tell whether it pays after a rest."""
+
+LEAST_STEPS = 32
+"""And so many steps of the worker, at the beginning too: a guess takes its time, however many wait for one."""
 
 
 @dataclass
@@ -37,6 +40,8 @@ class _Load:
     """Steps that are left of a rest."""
     settling: int = 0
     trying: bool = False
+    counted: int = 0
+    """The worker's steps that were counted since the last rest."""
 
     def observe(self, sequences: int, asking: int, brought: int, least: float) -> None:
         if self.resting:
@@ -44,13 +49,15 @@ class _Load:
             if not self.resting:
                 self.settling, self.trying = SETTLE_STEPS, True
                 self.brought = self.steps = 0.0
+                self.counted = 0
         elif self.settling:
             self.settling -= 1
         elif asking:
             fade = MEMORY**sequences
             self.brought = self.brought * fade + brought
             self.steps = self.steps * fade + sequences
-            if not self.trying or self.steps >= TRY_STEPS:
+            self.counted += 1
+            if self.counted >= LEAST_STEPS and (not self.trying or self.steps >= TRY_STEPS):
                 self._judge(self.brought >= least * self.steps)
 
     def _judge(self, pays: bool) -> None:

@@ -123,6 +123,11 @@ class DraftLink:
             told.heard = 0
             self._note(request_id)
 
+    def has_drafter(self, request_id: str) -> bool:
+        """Whether a living drafter was told of the sequence, as far as one knows."""
+        told = self._sequences.get(request_id)
+        return told is not None and bool(told.drafter)
+
     def leave(self, request_id: str) -> None:
         """The sequence has ended here."""
         told = self._sequences.pop(request_id, None)

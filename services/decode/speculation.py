@@ -49,6 +49,7 @@ class Speculation:
         self._draft_length = 0.0
         self._on = settings.speculation == "auto"
         self._metrics = metrics
+        metrics.observe_drafters(asked=self._on)
         self._demand = Demand(settings.least_drafted)
         self._link = DraftLink(bus, host.model.name, worker)
         self._drafting = Drafting(host.async_engine, settings.max_draft_tokens)
@@ -122,13 +123,15 @@ class Speculation:
     def _on_steps(self, steps: list[SequenceStep], stats: StepStats) -> None:
         if not stats.speculating:
             return
-        asking = sum(map(self._asks_outside, steps))
+        # Where there is no drafter, as while one restarts, none brings too little.
+        asking = sum(self._asks_outside(step) and self._link.has_drafter(step.seq_id) for step in steps)
         brought = sum(step.accepted for step in steps if step.proposer in (DRAFT_MODEL, DRAFT_SERVICE))
         self._demand.observe(stats.speculating, asking, brought)
         self._rows += stats.speculating
         self._ready += stats.ready
         self._draft_length += (stats.drafted / stats.speculating - self._draft_length) / STEPS_SHOWN
-        self._metrics.observe_step(stats.speculating, stats.ready, self._draft_length, asked=self._demand.asks)
+        self._metrics.observe_step(stats.speculating, stats.ready, self._draft_length)
+        self._metrics.observe_drafters(asked=self._demand.asks)
 
     def _count(self, tallies: Mapping[str, Tally]) -> None:
         for proposer, tally in tallies.items():

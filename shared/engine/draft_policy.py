@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 MARGIN = 0.05
-"""Drafts must promise this much more than a plain step: drafting has costs beside the step, and estimates are noisy, so
-that of many row counts one always looks cheap."""
+"""The best that drafts can promise must be this much more than a plain step: drafting has costs beside the step, and
+estimates are noisy, so that of many row counts one always looks cheap."""
 
 NEARLY = 0.02
 """Of row counts that promise so much less than the best at most, the smallest is taken: near the best, drafts bring

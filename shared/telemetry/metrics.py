@@ -220,14 +220,14 @@ class SpeculationMetrics:
         for position in range(accepted):
             self._accepted_at.labels(position).inc()
 
-    def observe_step(self, sequences: int, ready: int, draft_length: float, *, asked: bool) -> None:
-        """A step held so many sequences that could use drafts, `ready` of them with a proposal.
-
-        `asked`: whether drafters are asked for more now.
-        """
+    def observe_step(self, sequences: int, ready: int, draft_length: float) -> None:
+        """A step held so many sequences that could use drafts, `ready` of them with a proposal."""
         self._rows.inc(sequences)
         self._ready.inc(ready)
         self._draft_length.set(draft_length)
+
+    def observe_drafters(self, *, asked: bool) -> None:
+        """Whether drafters are asked for guesses now."""
         self._drafters_asked.set(asked)
 
     def observe_guesses(self, proposer: str, guesses: int, late: int) -> None:

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from services.decode.demand import FIRST_REST, LONGEST_REST, SETTLE_STEPS, TRY_STEPS, Demand
+from services.decode.demand import FIRST_REST, LEAST_STEPS, LONGEST_REST, SETTLE_STEPS, TRY_STEPS, Demand
 
 LEAST = 0.1
 
@@ -14,9 +14,12 @@ LEAST = 0.1
 class Worker:
     """Steps in which each sequence takes over a token of a drafter with some probability, if drafters were asked."""
 
-    def __init__(self, seed: int = 1) -> None:
+    def __init__(self, seed: int = 1, late: int = 0) -> None:
+        """Drafters bring nothing for `late` steps from when they are asked."""
         self.demand = Demand(LEAST)
         self._rng = random.Random(seed)
+        self._late = late
+        self._asked_for = 0
 
     def run(self, steps: int, sequences: int, probability: float, *, asking: int | None = None) -> float:
         """The share of steps in which drafters were asked."""
@@ -25,7 +28,9 @@ class Worker:
             asks = self.demand.asks
             asked += asks
             could = sequences if asking is None else asking
-            brought = sum(asks and self._rng.random() < probability for _ in range(could))
+            self._asked_for = self._asked_for + 1 if asks else 0
+            helps = self._asked_for > self._late
+            brought = sum(helps and self._rng.random() < probability for _ in range(could))
             self.demand.observe(sequences, could, brought)
         return asked / steps
 
@@ -42,7 +47,7 @@ def test_drafters_that_bring_enough_are_asked_almost_always(sequences: int, seed
 def test_drafters_that_bring_too_little_are_soon_asked_seldom(sequences: int, seed: int) -> None:
     worker = Worker(seed)
     worker.run(1000, sequences, 0.04)
-    assert worker.run(4000, sequences, 0.04) < (TRY_STEPS + SETTLE_STEPS) / LONGEST_REST + 0.15
+    assert worker.run(4000, sequences, 0.04) < (max(TRY_STEPS, LEAST_STEPS) + SETTLE_STEPS) / LONGEST_REST + 0.15
     eight = Worker(seed)
     assert eight.run(200, 8, 0.04) < 0.5
 
@@ -53,9 +58,27 @@ def test_when_guesses_become_good_it_is_found_out(sequences: int) -> None:
     worker.run(3000, sequences, 0.0)
     worker.run(LONGEST_REST + SETTLE_STEPS + TRY_STEPS, sequences, 0.4)
     assert worker.run(500, sequences, 0.4) == 1
-    worker.run(1000, sequences, 0.0)
-    assert not worker.demand.asks
-    assert worker.run(FIRST_REST + SETTLE_STEPS + TRY_STEPS, sequences, 0.4) > 0, "the first rest again"
+    while worker.demand.asks:
+        worker.run(1, sequences, 0.0)
+    rested = 0
+    while not worker.demand.asks:
+        worker.run(1, sequences, 0.0)
+        rested += 1
+    assert rested == FIRST_REST, "no longer the longest"
+
+
+@pytest.mark.parametrize("sequences", [1, 8, 64])
+def test_drafters_that_are_good_but_late_are_found_out_behind_a_rest(sequences: int) -> None:
+    worker = Worker(late=SETTLE_STEPS)
+    worker.run(3000, sequences, 0.0)
+    worker.run(2 * LONGEST_REST, sequences, 0.4)
+    assert worker.run(1000, sequences, 0.4) == 1
+
+
+@pytest.mark.parametrize("sequences", [8, 64])
+def test_nobody_is_judged_before_a_guess_can_have_come(sequences: int) -> None:
+    worker = Worker(late=LEAST_STEPS // 2)
+    assert worker.run(2000, sequences, 0.4) == 1
 
 
 def test_loads_are_told_apart() -> None:
