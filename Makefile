@@ -70,7 +70,7 @@ bench-kv: $(INSTALLED) ## Speed of the KV plane beside a plain memory copy
 	@mkdir -p bench-results
 	$(BIN)/python -m loadgen.kv_bench --json bench-results/bench-kv.json
 
-bench-spec: $(INSTALLED) ## Tokens/s with speculation and without, ids compared, 40 minutes; SPEC_OPTIONS=--peers for Transformers
+bench-spec: $(INSTALLED) ## Tokens/s with speculation and without, ids compared, an hour or two; SPEC_OPTIONS=--peers for Transformers
 	@mkdir -p bench-results
 	$(BIN)/python -m loadgen spec --json bench-results/bench-spec.json $(SPEC_OPTIONS)
 

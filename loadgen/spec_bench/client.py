@@ -43,30 +43,16 @@ class Answered(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Round:
-    """Answers by script and turn. All clients were at work from `since_s` until `until_s`; they began with the first
-    scripts, as many as are in flight.
-    """
+    """Answers by script and turn. All clients were at work from `since_s` until `until_s`."""
 
     answers: list[list[Answered]]
-    in_flight: int
     since_s: float
     until_s: float
 
     @property
     def pace(self) -> Pace:
-        """Each of the first scripts at the speed that it had in that time, and with the weight of all its tokens.
-
-        Slow ones stay in the batch for longer, so they weigh as much as in a load that goes on and on; where only what
-        came in that time was counted, unevenly sped up streams would look faster together than they are.
-        """
-        whole = Pace()
-        for turns in self.answers[: self.in_flight]:
-            streams = [answered.arrivals for answered in turns]
-            inside = pace(streams, self.since_s, self.until_s)
-            if inside.tokens:
-                tokens = pace(streams).tokens
-                whole += Pace(tokens, inside.seconds * tokens / inside.tokens)
-        return whole
+        streams = [answered.arrivals for turns in self.answers for answered in turns]
+        return pace(streams, self.since_s, self.until_s)
 
 
 class Clients:
@@ -113,7 +99,7 @@ class Clients:
             for one in clients:
                 one.cancel()
             await asyncio.wait(clients)
-        return Round(answers, in_flight, since_s=max(first_s), until_s=min(last_s))
+        return Round(answers, since_s=max(first_s), until_s=min(last_s))
 
     async def _turns(self, script: Script) -> AsyncIterator[Answered]:
         told: list[str] = []

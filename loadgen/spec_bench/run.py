@@ -20,6 +20,10 @@ from loadgen.spec_bench.stack import Target
 from loadgen.spec_bench.statistics import Pace, interval
 from loadgen.spec_bench.workloads import Script, Size, WorkloadName, repeated_share, script
 
+WAVES: Final = 3
+"""With several in flight so many requests for each client: slow streams stay in a batch for longer, and a load of one
+wave would hardly show that."""
+
 _WITHOUT: Final = False
 _WITH: Final = True
 
@@ -79,8 +83,8 @@ class Comparison:
         )
 
     async def _pair(self, workload: WorkloadName, concurrency: int, pair: int, sums: _Sums) -> None:
-        """The same scripts on both sides; half as many again as are in flight, so that one that ends is followed."""
-        numbers = [next(self._numbers[workload]) for _ in range(concurrency + concurrency // 2)]
+        """The same scripts on both sides."""
+        numbers = [next(self._numbers[workload]) for _ in range(concurrency * (WAVES if concurrency > 1 else 1))]
         scripts = [script(workload, self._plan.size, self._plan.seed, number) for number in numbers]
         rounds = {side: await self._clients[side].answers(scripts, concurrency) for side in self._order(pair)}
         for side, found in rounds.items():

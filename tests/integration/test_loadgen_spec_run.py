@@ -17,6 +17,7 @@ import pytest
 
 from loadgen.spec_bench.command import QUICK_SIZE
 from loadgen.spec_bench.report import Report
+from loadgen.spec_bench.run import WAVES
 from loadgen.spec_bench.workloads import WORKLOADS
 from tests.unit.engine_harness import tiny_model
 
@@ -75,7 +76,7 @@ def test_a_quick_run_compares_every_workload_and_leaves_nothing_behind(
         turns = 1 if cell.workload in WITHOUT_TURNS else QUICK_SIZE.turns
         assert cell.differing == []
         assert cell.workload in done.stdout
-        scripts = cell.concurrency + cell.concurrency // 2
+        scripts = cell.concurrency * (WAVES if cell.concurrency > 1 else 1)
         assert 0 < cell.output_tokens <= PAIRS * turns * scripts * 32
         assert 0 <= cell.accepted_tokens <= cell.drafted_tokens
         # What the workers counted is what the requests' logs say.
