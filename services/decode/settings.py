@@ -22,7 +22,6 @@ class DecodeSettings(EngineSettings):
     )
     speculation: Literal["auto", "off"] = Field("auto", description="off: nothing is drafted, drafters are not asked")
     max_draft_tokens: int = Field(16, ge=1, le=32, description="Most drafted tokens verified in one step of a sequence")
-
     least_drafted: float = Field(
         0.1,
         ge=0,

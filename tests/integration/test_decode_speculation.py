@@ -391,6 +391,21 @@ async def test_a_drafter_whose_guesses_nobody_verifies_rests_until_they_are(pipe
         assert all((await asked("trusted again"))[:-2])
 
 
+async def test_a_drafter_that_comes_is_asked_at_once_however_long_there_was_none(pipeline: Pipeline) -> None:
+    decode = await speculating(pipeline)
+    assert isinstance(decode.worker, DecodeWorker)
+    for number in range(6):  # three times as many steps as a drafter is given to bring something
+        request = await pipeline.submit(prompt_of(1), salt=f"{number}", params={"temperature": 1.5}, output=OUTPUT)
+        await pipeline.until_ended(request)
+    async with drafter(pipeline, repeats) as other:
+        Paced(decode, other)
+        request = await pipeline.submit(prompt_of(1), salt="asked", params={"temperature": 1.5}, output=OUTPUT)
+        await pipeline.until_ended(request)
+        await decode.until_idle()
+        assert other.contexts[0].wanted
+        assert decode.worker.speculation._demand.asks
+
+
 async def test_a_drafter_hears_of_a_sequence_as_of_its_request_and_of_its_end(pipeline: Pipeline) -> None:
     decode = await speculating(pipeline)
     params = {"temperature": 0.5, "presence_penalty": 0.5, "logit_bias": {4: 1.0}, "min_tokens": 3}
