@@ -75,6 +75,17 @@ def test_drafters_that_are_good_but_late_are_found_out_behind_a_rest(sequences: 
     assert worker.run(1000, sequences, 0.4) == 1
 
 
+def test_the_steps_in_which_drafters_read_do_not_count() -> None:
+    passed = 0
+    for seed in range(20):
+        worker = Worker(seed, late=16)
+        while worker.demand.asks:
+            worker.run(1, 8, 0.0)
+        worker.run(FIRST_REST, 8, 0.0)
+        passed += worker.run(50, 8, 0.16) == 1
+    assert passed >= 18
+
+
 @pytest.mark.parametrize("sequences", [8, 64])
 def test_nobody_is_judged_before_a_guess_can_have_come(sequences: int) -> None:
     worker = Worker(late=LEAST_STEPS // 2)
