@@ -21,7 +21,7 @@ from loadgen.chaos.verify import answer_of
 from loadgen.chaos.workload import Request
 from loadgen.spec_bench.errors import NotMeasured
 from loadgen.spec_bench.stack import Side, Target
-from loadgen.spec_bench.statistics import Arrival, Pace, arrivals, pace
+from loadgen.spec_bench.statistics import Arrival, Timing, arrivals, timing
 from loadgen.spec_bench.workloads import Api, Script
 from shared.protocol.records import Ended, Tokens
 from shared.protocol.subjects import log_subject
@@ -50,9 +50,9 @@ class Round:
     until_s: float
 
     @property
-    def pace(self) -> Pace:
+    def timing(self) -> Timing:
         streams = [answered.arrivals for turns in self.answers for answered in turns]
-        return pace(streams, self.since_s, self.until_s)
+        return timing(streams, self.since_s, self.until_s)
 
 
 class Clients:

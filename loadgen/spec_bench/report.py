@@ -24,11 +24,12 @@ class Cell(msgspec.Struct, frozen=True):
     """One workload at one concurrency. A pair is the same requests with speculation and without.
 
     Rates are medians over pairs, in output tokens per second of as many streams together as are in flight: those of a
-    stream behind its first token, as often. `tokens_per_step`: of the records of speculating requests.
-    `accepted_length`: the mean of what a verification gives, the target's own token included; `ready`: the share of
-    sequences' steps that had a proposal in time; both None where the worker does not count them. `repeated`: how much
-    of the answers stands in the text that they were to repeat. `counters`: by how much those of decode worker and
-    drafter rose.
+    stream behind its first token, as often. `by_the_clock`: the ratio of all tokens that came while every client was at
+    work, waits between requests included; `at_once_*`: how many streams were in flight then. `tokens_per_step`: of the
+    records of speculating requests. `accepted_length`: the mean of what a verification gives, the target's own token
+    included; `ready`: the share of sequences' steps that had a proposal in time; both None where the worker does not
+    count them. `repeated`: how much of the answers stands in the text that they were to repeat. `counters`: by how much
+    those of decode worker and drafter rose.
     """
 
     workload: WorkloadName
@@ -37,6 +38,9 @@ class Cell(msgspec.Struct, frozen=True):
     with_tokens_per_s: float
     speed_up: Interval
     ratios: list[float]
+    by_the_clock: Interval
+    at_once_without: float
+    at_once_with: float
     output_tokens: int
     drafted_tokens: int
     accepted_tokens: int
@@ -128,7 +132,7 @@ def show_cells(console: Console, cells: Sequence[Cell]) -> None:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     for column in ("workload", "in flight", "without", "with"):
         table.add_column(column, justify="left" if column == "workload" else "right")
-    figures = ("ratio [95%]", "pairs", "tokens/step", "accepted len", "ready", "drafted", "kept")
+    figures = ("ratio [95%]", "clock", "pairs", "tokens/step", "accepted len", "ready", "drafted", "kept")
     for column in (*figures, *names, "repeats", "ids"):
         table.add_column(column.replace("_", " "), justify="right")
     for cell in cells:
@@ -139,6 +143,7 @@ def show_cells(console: Console, cells: Sequence[Cell]) -> None:
             f"{cell.without_tokens_per_s:.1f}",
             f"{cell.with_tokens_per_s:.1f}",
             _ratio(cell.speed_up),
+            f"{cell.by_the_clock.median:.2f}" if cell.by_the_clock.n else "-",
             str(cell.speed_up.n),
             f"{cell.tokens_per_step:.2f}",
             "" if cell.accepted_length is None else f"{cell.accepted_length:.2f}",
@@ -151,8 +156,9 @@ def show_cells(console: Console, cells: Sequence[Cell]) -> None:
         )
     console.print(table)
     console.print(
-        " without, with: output tokens/s of all streams, behind each one's first token, medians over pairs. drafted: "
-        "positions that were verified; kept: of these. Shares of drafted positions by proposer.",
+        " without, with: output tokens/s of all streams, behind each one's first token, medians over pairs. clock: the "
+        "ratio with the waits between requests. drafted: positions that were verified; kept: of these. Shares of "
+        "drafted positions by proposer.",
         style="dim",
         highlight=False,
     )

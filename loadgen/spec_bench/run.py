@@ -17,7 +17,7 @@ from loadgen.spec_bench.client import Answered, Clients
 from loadgen.spec_bench.counters import read_counters, risen
 from loadgen.spec_bench.report import Cell, accepted_length, proposers_of, ready_share
 from loadgen.spec_bench.stack import Target
-from loadgen.spec_bench.statistics import Pace, interval
+from loadgen.spec_bench.statistics import Timing, interval
 from loadgen.spec_bench.workloads import Script, Size, WorkloadName, repeated_share, script
 
 WAVES: Final = 3
@@ -44,7 +44,7 @@ class Plan:
 class _Sums:
     """Of the pairs of one cell, by side."""
 
-    paces: dict[bool, list[Pace]] = field(default_factory=lambda: {_WITHOUT: [], _WITH: []})
+    timings: dict[bool, list[Timing]] = field(default_factory=lambda: {_WITHOUT: [], _WITH: []})
     speculated: list[Answered] = field(default_factory=list)
     repeated: list[float] = field(default_factory=list)
     differing: list[str] = field(default_factory=list)
@@ -73,8 +73,8 @@ class Comparison:
         return figures(
             workload,
             concurrency,
-            sums.paces[_WITHOUT],
-            sums.paces[_WITH],
+            sums.timings[_WITHOUT],
+            sums.timings[_WITH],
             sums.speculated,
             repeated=sums.repeated,
             differing=sums.differing,
@@ -88,7 +88,7 @@ class Comparison:
         scripts = [script(workload, self._plan.size, self._plan.seed, number) for number in numbers]
         rounds = {side: await self._clients[side].answers(scripts, concurrency) for side in self._order(pair)}
         for side, found in rounds.items():
-            sums.paces[side].append(found.pace)
+            sums.timings[side].append(found.timing)
         for turn in range(scripts[0].turns):
             without, speculated = ([turns[turn] for turns in rounds[side].answers] for side in (_WITHOUT, _WITH))
             sums.speculated += speculated
@@ -144,8 +144,8 @@ def _repeated(scripts: Sequence[Script], answers: Sequence[Answered]) -> list[fl
 def figures(
     workload: WorkloadName,
     concurrency: int,
-    without: Sequence[Pace],
-    speculating: Sequence[Pace],
+    without: Sequence[Timing],
+    speculating: Sequence[Timing],
     speculated: Sequence[Answered],
     *,
     repeated: Sequence[float],
@@ -153,13 +153,14 @@ def figures(
     counters: dict[str, float],
     seed: int,
 ) -> Cell:
-    """Of one cell: a pace of each side for each pair, and the answers of all speculating requests.
+    """Of one cell: a timing of each side for each pair, and the answers of all speculating requests.
 
-    A pair that ended at its first token has no pace, and counts in no rate.
+    A pair that ended at its first token has none, and counts in no rate.
     """
-    timed = [(plain, ours) for plain, ours in zip(without, speculating, strict=True) if plain.tokens and ours.tokens]
-    plain_rates = [concurrency * plain.tokens_per_s for plain, _ in timed]
-    rates = [concurrency * ours.tokens_per_s for _, ours in timed]
+    pairs = zip(without, speculating, strict=True)
+    timed = [(plain, ours) for plain, ours in pairs if plain.streams.tokens and ours.streams.tokens]
+    plain_rates = [concurrency * plain.streams.tokens_per_s for plain, _ in timed]
+    rates = [concurrency * ours.streams.tokens_per_s for _, ours in timed]
     ratios = [ours / plain for plain, ours in zip(plain_rates, rates, strict=True)]
     accepted = sum(answer.accepted for answer in speculated)
     steps = sum(answer.steps for answer in speculated)
@@ -171,6 +172,9 @@ def figures(
         with_tokens_per_s=median(rates or [0.0]),
         speed_up=interval(ratios, seed),
         ratios=ratios,
+        by_the_clock=interval([ours.clock.tokens_per_s / plain.clock.tokens_per_s for plain, ours in timed], seed),
+        at_once_without=median([plain.at_once for plain, _ in timed] or [0.0]),
+        at_once_with=median([ours.at_once for _, ours in timed] or [0.0]),
         output_tokens=sum(len(answer.ids) for answer in speculated),
         drafted_tokens=sum(answer.drafted for answer in speculated),
         accepted_tokens=accepted,

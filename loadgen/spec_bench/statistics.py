@@ -41,6 +41,18 @@ class Pace(msgspec.Struct, frozen=True):
         return Pace(self.tokens + other.tokens, self.seconds + other.seconds)
 
 
+class Timing(msgspec.Struct, frozen=True):
+    """Of one round: what its streams brought in their own seconds, and in those of the clock, waits included."""
+
+    streams: Pace = Pace()
+    clock: Pace = Pace()
+
+    @property
+    def at_once(self) -> float:
+        """How many streams were at work on average."""
+        return self.streams.seconds / self.clock.seconds if self.clock.seconds > 0 else 0.0
+
+
 class Interval(msgspec.Struct, frozen=True):
     """A median of `n` values and its bootstrap interval at `LEVEL`; all zero without values."""
 
@@ -78,6 +90,12 @@ def pace(streams: Sequence[Sequence[Arrival]], since_s: float = -math.inf, until
             tokens = sum(arrival.tokens for arrival in inside[1:])
             whole += Pace(tokens, inside[-1].at_s - inside[0].at_s)
     return whole
+
+
+def timing(streams: Sequence[Sequence[Arrival]], since_s: float, until_s: float) -> Timing:
+    """Of all that came between two times."""
+    came = sum(arrival.tokens for stream in streams for arrival in stream if since_s < arrival.at_s <= until_s)
+    return Timing(pace(streams, since_s, until_s), Pace(came, max(until_s - since_s, 0.0)))
 
 
 def interval(values: Sequence[float], seed: int) -> Interval:

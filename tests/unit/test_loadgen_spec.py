@@ -21,7 +21,7 @@ from loadgen.spec_bench.command import chosen_concurrencies, chosen_workloads
 from loadgen.spec_bench.counters import parse, risen
 from loadgen.spec_bench.report import Cell, PeerCell, Proposed, Report, encode, proposers_of, show_cells, show_peers
 from loadgen.spec_bench.run import differences, figures
-from loadgen.spec_bench.statistics import Arrival, Interval, Pace, arrivals, interval, pace
+from loadgen.spec_bench.statistics import Arrival, Interval, Pace, Timing, arrivals, interval, pace, timing
 from loadgen.spec_bench.workloads import WORKLOADS, Size, WorkloadName, repeated_share, script
 from shared.protocol.records import Accepted, Claimed, Ended, Record, Tokens, Usage
 from shared.telemetry.metrics import DecodeMetrics
@@ -46,7 +46,8 @@ def answered(ids: Sequence[int], *, drafted: int = 0, accepted: int = 0, text: s
 def cell(**changes: object) -> Cell:
     fields = {
         "workload": "edit", "concurrency": 4, "without_tokens_per_s": 40.0, "with_tokens_per_s": 90.0,
-        "speed_up": Interval(2.25, 2.1, 2.4, 9), "ratios": [2.25] * 9, "output_tokens": 900, "drafted_tokens": 600,
+        "speed_up": Interval(2.25, 2.1, 2.4, 9), "ratios": [2.25] * 9, "by_the_clock": Interval(2.15, 2.0, 2.3, 9),
+        "at_once_without": 3.8, "at_once_with": 3.5, "output_tokens": 900, "drafted_tokens": 600,
         "accepted_tokens": 450, "tokens_per_step": 2.5, "accepted_length": None, "ready": None, "repeated": 0.96,
         "proposers": {"draft_model": Proposed(150, 90), "lookup": Proposed(450, 360)},
     }  # fmt: skip
@@ -147,8 +148,20 @@ def test_a_round_counts_what_came_while_all_clients_were_at_work() -> None:
 
     answers = [[stream(30, 0.0)], [stream(10, 0.0)], [stream(30, 3.4)]]
     found = Round(answers, since_s=0.0, until_s=6.8)
-    assert 2 * found.pace.tokens_per_s == pytest.approx(40, rel=0.02)
-    assert Round(answers[:1], 0.0, 9.0).pace.tokens_per_s == pytest.approx(30)
+    assert 2 * found.timing.streams.tokens_per_s == pytest.approx(40, rel=0.02)
+    assert Round(answers[:1], 0.0, 9.0).timing.streams.tokens_per_s == pytest.approx(30)
+
+
+def test_by_the_clock_waits_between_requests_count_too() -> None:
+    first = [Arrival(float(t), 3) for t in range(5)]
+    second = [Arrival(6.0 + t, 3) for t in range(5)]  # two seconds of waiting for its first token
+    beside = [Arrival(float(t), 1) for t in range(11)]
+    found = timing([first, second, beside], since_s=0.0, until_s=10.0)
+    assert found.clock == Pace(4 * 3 + 5 * 3 + 10, 10.0)
+    assert found.at_once == pytest.approx(1.8)
+    assert timing([beside], 2.0, 6.0).clock == Pace(4, 4.0)
+    assert timing([], 3.0, 2.0) == Timing(Pace(), Pace(0, 0.0))
+    assert Timing().at_once == 0
 
 
 def test_the_interval_holds_the_median_and_narrows_with_more_pairs() -> None:
@@ -193,8 +206,8 @@ def test_other_ids_and_drafts_of_the_side_without_speculation_are_told() -> None
 
 
 def test_figures_are_medians_over_pairs_and_sums_over_requests() -> None:
-    without = [Pace(100, 2.0), Pace(100, 4.0), Pace(100, 5.0), Pace()]
-    ours = [Pace(100, 1.0), Pace(100, 2.0), Pace(100, 1.0), Pace(100, 1.0)]
+    without = [Timing(Pace(100, s), Pace(100, s + 1.0)) for s in (2.0, 4.0, 5.0)] + [Timing()]
+    ours = [Timing(Pace(100, s), Pace(100, s + 1.0)) for s in (1.0, 2.0, 1.0, 1.0)]
     found = figures(
         "agent",
         1,
@@ -213,6 +226,9 @@ def test_figures_are_medians_over_pairs_and_sums_over_requests() -> None:
     )
     assert found.ratios == [2.0, 2.0, 5.0]  # the last pair had nothing to time
     assert found.speed_up.median == 2.0
+    assert found.by_the_clock.median == pytest.approx(5 / 3)
+    assert found.at_once_without == pytest.approx(0.8)
+    assert found.at_once_with == 0.5
     assert (found.drafted_tokens, found.accepted_tokens, found.acceptance) == (80, 60, 0.75)
     assert found.tokens_per_step == 10.0
     assert (found.accepted_length, found.ready) == (4.0, 0.75)
@@ -225,7 +241,7 @@ def test_the_table_shows_each_cell_with_the_share_of_each_proposer() -> None:
     assert any("draft model" in line and "lookup" in line for line in lines)
     edit = next(line for line in lines if line.strip().startswith("edit"))
     assert edit.split() == [
-        "edit", "4", "40.0", "90.0", "2.25", "[2.10,", "2.40]", "9", "2.50", "3.50", "80%", "600", "75%", "25%",
+        "edit", "4", "40.0", "90.0", "2.25", "[2.10,", "2.40]", "2.15", "9", "2.50", "3.50", "80%", "600", "75%", "25%",
         "75%", "96%", "equal",
     ]  # fmt: skip
     chat = next(line for line in lines if line.strip().startswith("chat"))
