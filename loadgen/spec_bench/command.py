@@ -28,7 +28,7 @@ from loadgen.machine import machine_facts
 from loadgen.spec_bench.report import Report, cell_line, encode, show_cells, show_peers
 from loadgen.spec_bench.run import Plan, comparison
 from loadgen.spec_bench.stack import SCALE, own_target, running_target
-from loadgen.spec_bench.workloads import WORKLOADS, Size, WorkloadName
+from loadgen.spec_bench.workloads import MOST_CHATS, WORKLOADS, Size, WorkloadName
 
 CONCURRENCIES: Final = (1, 4, 8)
 PAIRS: Final = 9
@@ -77,6 +77,8 @@ def spec_command(
         size=size,
         seed=secrets.randbelow(2**31) if seed is None else seed,
     )
+    if plan.scripts > MOST_CHATS and not {"chat", "chat-sampled"}.isdisjoint(plan.workloads):
+        raise typer.BadParameter(f"asks {plan.scripts} chats and has {MOST_CHATS}: fewer pairs, or fewer in flight")
     report = Report({**_facts(quick, plan), "model": model, "draft": draft or "default", "threads": threads})
     machine = f"{report.facts['cpu']} ({report.facts['cores']} cores)"
     console.print(f"{model} on {machine}, {threads} thread(s) a service, seed {plan.seed}", markup=False)

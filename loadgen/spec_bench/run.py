@@ -39,6 +39,16 @@ class Plan:
     seed: int
     warm_ups: int = 1
 
+    @property
+    def scripts(self) -> int:
+        """Of each workload."""
+        return (self.warm_ups + self.pairs) * sum(map(scripts_of_pair, self.concurrencies))
+
+
+def scripts_of_pair(concurrency: int) -> int:
+    """Requests, or loops of an agent, that each side makes."""
+    return concurrency * (WAVES if concurrency > 1 else 1)
+
 
 @dataclass
 class _Sums:
@@ -64,7 +74,9 @@ class Comparison:
         """All pairs of one workload at one concurrency; `progress` is told how many are done. Raises NotMeasured."""
         sums = _Sums()
         for pair in range(-self._plan.warm_ups, 0):
-            await self._pair(workload, concurrency, pair, _Sums())
+            warm_up = _Sums()
+            await self._pair(workload, concurrency, pair, warm_up)
+            sums.differing += warm_up.differing
         before = await read_counters(self._http, self._target.metrics_urls)
         for pair in range(self._plan.pairs):
             await self._pair(workload, concurrency, pair, sums)
@@ -84,7 +96,7 @@ class Comparison:
 
     async def _pair(self, workload: WorkloadName, concurrency: int, pair: int, sums: _Sums) -> None:
         """The same scripts on both sides."""
-        numbers = [next(self._numbers[workload]) for _ in range(concurrency * (WAVES if concurrency > 1 else 1))]
+        numbers = [next(self._numbers[workload]) for _ in range(scripts_of_pair(concurrency))]
         scripts = [script(workload, self._plan.size, self._plan.seed, number) for number in numbers]
         rounds = {side: await self._clients[side].answers(scripts, concurrency) for side in self._order(pair)}
         for side, found in rounds.items():

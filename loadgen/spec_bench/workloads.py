@@ -1,7 +1,8 @@
 """What is asked: chats, edits of a given text, loops of an agent. Written here, drawn from a seed. Pure.
 
 A script is what one client asks, turn by turn; each turn's prompt holds all turns before it. Scripts of one workload
-and seed all differ, so that a proposer that remembers answers never meets a question again.
+and seed all differ, so that a proposer that remembers answers never meets a question again; nor do chats and sampled
+chats share any.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Script(msgspec.Struct, frozen=True):
 
 
 def script(workload: WorkloadName, size: Size, seed: int, number: int) -> Script:
-    """Script `number` of a workload, the same for the same seed."""
+    """Script `number` of a workload, the same for the same seed. Raises IndexError for chats from MOST_CHATS on."""
     rng = random.Random(f"{workload}:{seed}:{number}")
     return _MAKERS[workload](size, seed, number, rng)
 
@@ -113,8 +114,26 @@ _SUBJECTS: Final = (
     "how to prepare for a job interview", "how coffee is grown and roasted", "why old cities have narrow streets",
     "how to train for a first long run", "how a bank lends money", "how paper is recycled", "how birds migrate",
     "how to calm a nervous dog", "why metals rust", "how a camera takes a picture", "how cheese is made",
-    "how to learn a language", "how volcanoes erupt", "how a court reaches a verdict",
+    "how to learn a language", "how volcanoes erupt", "how a court reaches a verdict", "how compost is made",
+    "how a telescope gathers light", "how solar panels work", "why traffic jams form", "how tunnels are dug",
+    "how honey is made", "what happened in the ice ages", "how a solar eclipse comes about",
+    "how a thermos keeps tea warm", "how a zipper closes", "how glaciers move", "how beavers build a dam",
+    "how a smoke detector notices smoke", "how films get their subtitles", "how mushrooms grow",
+    "where an echo comes from", "how a lock on a canal works", "how to read a weather map", "why knives get blunt",
+    "how a violin makes its sound", "how hot air balloons steer", "how a newspaper is printed",
+    "how to repair a puncture", "how wool becomes a jumper", "why popcorn pops", "how an airport handles luggage",
+    "how a hedgehog survives the cold months", "how ships are launched", "how to keep bread fresh",
+    "how a library orders its shelves", "why some stones float", "how perfume is mixed", "how a relay race is won",
+    "how to pitch a tent in the rain", "how streets get their names", "how sugar beets are grown",
+    "why deserts are cold at night", "how a sundial shows the time", "how bells are cast", "how to brew ginger beer",
+    "how an election is counted", "how moss lives on walls", "how a kite stays in the air", "how barrels are made",
+    "why old paintings crack", "how a crane stands upright", "how ferries keep to their timetable",
+    "how tea is dried", "how to sharpen a pencil with a knife", "how a snowplough clears a pass",
 )  # fmt: skip
+
+
+MOST_CHATS: Final = len(_QUESTIONS) * len(_SUBJECTS)
+"""Of each kind and seed: every other chat is a question, half of which are kept for sampled chats."""
 
 
 def _chat(size: Size, seed: int, number: int, rng: random.Random) -> Script:
@@ -128,6 +147,8 @@ def _chat_sampled(size: Size, seed: int, number: int, rng: random.Random) -> Scr
 
 
 def _chat_prompt(seed: int, number: int, place: int) -> str:
+    if number >= MOST_CHATS:
+        raise IndexError(f"there are {MOST_CHATS} chats of a kind, and no number {number}")
     if number % 2 == 0:
         hero, deed, scene = _draw(f"story:{seed}", place, _HEROES, _DEEDS, _PLACES)
         return f"Write a story about {hero} who {deed} {scene}."
@@ -136,13 +157,12 @@ def _chat_prompt(seed: int, number: int, place: int) -> str:
 
 
 def _draw(label: str, place: int, *columns: Sequence[str]) -> tuple[str, ...]:
-    """The combination at `place` of a shuffled list of all; from its end for a negative one. They come again only when
-    all have been."""
+    """The combination at `place` of a shuffled list of all; from its end for a negative one."""
     count = 1
     for column in columns:
         count *= len(column)
     places = random.Random(label).sample(range(count), count)
-    place = places[place % count]
+    place = places[place]
     found = []
     for column in columns:
         place, index = divmod(place, len(column))

@@ -156,6 +156,7 @@ def speculation_line(rows: Iterable[Row]) -> str:
     """What became of the drafts of all decode workers that run; empty while there is nothing to tell.
 
     `k` is how many drafted tokens a step of a sequence verifies now; of such steps a share had a proposal in time.
+    Workers that ask no drafter now, as its guesses bring too little, are counted.
     """
     told = [row.status.details for row in rows if row.status is not None and "speculation" in row.status.details]
     if told and all(details["speculation"] == "off" for details in told):
@@ -165,11 +166,14 @@ def speculation_line(rows: Iterable[Row]) -> str:
         return ""
     lengths = [length for details in told if isinstance(length := details.get("draft_length"), int | float)] or [0.0]
     names = sorted({name.removeprefix("drafted.") for details in told for name in details if "drafted." in name})
+    drafters = [details["drafters"] for details in told if "drafters" in details]
+    resting = drafters.count("resting")
     shares = [f"{name} {_total(told, f'drafted.{name}') / drafted:.0%}" for name in names]
     return (
         f"speculation: {_total(told, 'accepted') / drafted:.0%} of {drafted:.0f} drafted tokens accepted, "
         f"k {sum(lengths) / len(lengths):.1f}, proposals ready in {_total(told, 'ready') / max(steps, 1):.0%} of steps "
         f"({', '.join(shares)})"
+        + (f"; drafters rest for {resting} of {len(drafters)} decode workers" if resting else "")
     )
 
 

@@ -189,7 +189,8 @@ class DraftLink:
         )
 
     def _drafter_of(self, request_id: str) -> str | None:
-        """Rendezvous hashing over the living drafters: a request stays with its drafter until that dies."""
+        """Rendezvous hashing over the living drafters: a request moves when its drafter dies, or to a new one with as
+        many others as are that one's share."""
         live = [
             status.instance
             for status in self._bus.statuses.live("draft", self._model)

@@ -9,9 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from shared.speculation import Chooser, Guess, PromptLookup, Proposer, RecentOutputs, SuffixProposer, Tally
 
-SLICE_TOKENS = 256
-"""Read at once, which takes about half a millisecond."""
-
 ENOUGH_TOKENS = 4.0
 """Where a guess made in this process is expected to have so many right tokens, none is wanted from outside."""
 
@@ -44,13 +41,12 @@ class SequenceDrafts:
 
     def read(self, token_ids: Sequence[int], pause: Callable[[], None]) -> None:
         """All that is known of the sequence; takes milliseconds for a thousand tokens, with a `pause` now and then."""
-        self._local = (PromptLookup(self._reference), SuffixProposer(self._outputs, self._group))
-        # With a reference it is read at once: only the end of the whole tells where the reference begins to be copied.
-        size = len(token_ids) if self._reference else SLICE_TOKENS
-        for start in range(0, len(token_ids), max(size, 1)):
-            self.extend(token_ids[start : start + size])
-            self._tell()
-            pause()
+        lookup = PromptLookup(self._reference, pause=pause)
+        lookup.extend(token_ids, pause)
+        suffix = SuffixProposer(self._outputs, self._group)
+        suffix.extend(token_ids)
+        self._chooser.extend(token_ids)
+        self._local = (lookup, suffix)
 
     def extend(self, token_ids: Sequence[int]) -> None:
         self._untold += token_ids

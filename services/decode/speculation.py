@@ -99,7 +99,10 @@ class Speculation:
             self._drafting.end(drafted, self._count, remember=drafted.sequence.finish_reason is not None)
 
     def describe(self) -> dict[str, float | str]:
-        """For the status: what became of all drafts since the start, and how many are verified in a step now."""
+        """For the status: what became of all drafts since the start, and how many are verified in a step now.
+
+        `drafters` are `asked`, or `resting` while their guesses bring too little.
+        """
         if not self._on:
             return {"speculation": "off"}
         told: dict[str, float | str] = {
@@ -109,6 +112,7 @@ class Speculation:
             "steps": self._rows,
             "ready": self._ready,
             "draft_length": round(self._draft_length, 2),
+            "drafters": "asked" if self._demand.asks else "resting",
         }
         for proposer in self.totals.drafted:
             told[f"drafted.{proposer}"] = self.totals.drafted[proposer]

@@ -7,7 +7,7 @@ was lost it looks for the way back, which takes one or two tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from shared.speculation.proposer import Guess
 from shared.speculation.suffix_index import DEPTH, SuffixIndex
@@ -15,6 +15,9 @@ from shared.speculation.suffix_index import DEPTH, SuffixIndex
 PROMPT_LOOKUP = "prompt_lookup"
 
 MAX_TOKENS = 65_536
+
+SLICE_TOKENS = 256
+"""Indexed at once, which takes about half a millisecond."""
 
 FOUND = 3
 """A cursor is sure of its place again when this many tokens in a row agree with it."""
@@ -93,6 +96,10 @@ class _Cursor:
             self._lost_for = 0
 
 
+def _at_once() -> None:
+    """No pause."""
+
+
 class PromptLookup:
     """The tokens of one sequence, and before them `reference`: a text that the output is likely to repeat.
 
@@ -102,7 +109,10 @@ class PromptLookup:
 
     name = PROMPT_LOOKUP
 
-    def __init__(self, reference: Sequence[int] = (), max_tokens: int = MAX_TOKENS) -> None:
+    def __init__(
+        self, reference: Sequence[int] = (), max_tokens: int = MAX_TOKENS, pause: Callable[[], None] = _at_once
+    ) -> None:
+        """`pause` is called after each slice of a long reference."""
         self._index = SuffixIndex(max_tokens)
         self._length = 0
         self._tail: list[int] = []
@@ -111,7 +121,7 @@ class PromptLookup:
         """Without a cursor: the positions from which the last guess was made, if it looked like a copy."""
         if reference:
             self._cursor = _Cursor(self._index.end, LIKELY)
-            self._index.extend(reference[: self._index.capacity // 2])
+            self._add(reference[: self._index.capacity // 2], pause)
             self._index.begin_text()
         self._behind_reference = self._index.end
 
@@ -119,13 +129,15 @@ class PromptLookup:
         """Tokens of the sequence, without the reference."""
         return self._length
 
-    def extend(self, tokens: Sequence[int]) -> None:
+    def extend(self, tokens: Sequence[int], pause: Callable[[], None] = _at_once) -> None:
+        """`pause` is called after each slice of many tokens. The first call tells all that is known of the sequence:
+        where it ends in the reference, if it does, the copy goes on."""
         if not tokens:
             return
         resumed = self._length == 0
         self._length += len(tokens)
         self._tail = [*self._tail, *tokens[-DEPTH:]][-DEPTH:]
-        self._index.extend(tokens)
+        self._add(tokens, pause)
         if self._copied:
             self._cursor = _Cursor(max(self._copied, key=lambda at: self._agreed(at, tokens)), LIKELY)
             self._copied = []
@@ -152,6 +164,11 @@ class PromptLookup:
             return self._copy(cursor, max_tokens)
         self._copied = positions if length >= ALIGNED else []
         return self._guess(*self._index.follow(length, positions, max_tokens))
+
+    def _add(self, tokens: Sequence[int], pause: Callable[[], None]) -> None:
+        for start in range(0, len(tokens), SLICE_TOKENS):
+            self._index.extend(tokens[start : start + SLICE_TOKENS])
+            pause()
 
     def _place(self, cursor: _Cursor) -> None:
         """A sequence taken over half way goes on in the middle of the reference."""

@@ -94,6 +94,13 @@ async def speculating(pipeline: Pipeline, **changes: Any) -> Running:
     return decode
 
 
+def seen(decode: Running) -> tuple[float | None, float | str]:
+    """Whether drafters are asked, as metrics and status tell it."""
+    assert isinstance(decode.worker, DecodeWorker)
+    gauge = decode.registry.get_sample_value("headrace_spec_decode_drafters_asked")
+    return gauge, decode.worker.speculation.describe()["drafters"]
+
+
 def set_policy(decode: Running, policy: type[DraftPolicy]) -> None:
     engine = decode.host.async_engine.engine
     engine._draft_policy = engine._scheduler._draft_policy = policy(16, engine.config.max_batch_tokens)
@@ -381,14 +388,17 @@ async def test_a_drafter_whose_guesses_nobody_verifies_rests_until_they_are(pipe
 
         assert all((await asked("verified"))[:-2]), "but for the end"
         set_policy(decode, Deaf)
-        rounds = 0
-        while any(await asked(f"unused {rounds}")):
-            rounds += 1
-            assert rounds < 20
+        assert seen(decode) == (1, "asked")
+        told = []
+        while any(await asked(f"unused {len(told)}")):
+            told.append(seen(decode))
+            assert len(told) < 20
+        assert (0, "resting") in told
         set_policy(decode, Generous)
         for round_ in range((FIRST_REST + SETTLE_STEPS + TRY_STEPS) // OUTPUT + 1):
             await asked(f"tried again {round_}")
         assert all((await asked("trusted again"))[:-2])
+        assert seen(decode) == (1, "asked")
 
 
 async def test_a_drafter_that_comes_is_asked_at_once_however_long_there_was_none(pipeline: Pipeline) -> None:

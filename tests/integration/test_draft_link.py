@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
@@ -178,6 +179,50 @@ async def test_it_moves_with_all_its_tokens_when_its_drafter_goes(parts: tuple[S
     (moved,) = await other.heard(1)
     assert (moved.start, moved.token_ids, moved.params) == (0, [*request.prompt_ids, 7], request.params)
     assert (await drafter.heard(2))[1].forget
+
+
+async def test_requests_are_shared_out_and_only_those_of_a_dead_drafter_and_a_newcomers_share_move(
+    parts: tuple[Stage, list[Drafter]], nats_url: str
+) -> None:
+    stage, drafters = parts
+    names = [f"r{number}" for number in range(150)]
+    for name in names:
+        stage.join(name)
+
+    async def places() -> dict[str, str]:
+        """By request: the drafter that was told of the newest token."""
+        for drafter in drafters:
+            drafter.contexts.clear()
+        for name in names:
+            stage.link.grew(name, [7], 2)
+
+        def told() -> dict[str, str]:
+            return {c.request_id: d.name for d in drafters for c in d.contexts if not c.forget}
+
+        async def all_of_them() -> bool:
+            return len(told()) == len(names)
+
+        await eventually(all_of_them)
+        return told()
+
+    first = await places()
+    counts = Counter(first.values())
+    assert min(counts[drafter.name] for drafter in drafters) > len(names) // 6
+    assert await places() == first
+
+    bus = await Bus.connect(nats_url, name="draft-2")
+    third = Drafter(bus, stage.model, f"draft-2-{stage.model}")
+    await third.open()
+    drafters.append(third)
+    await stage.seen(*(drafter.name for drafter in drafters))
+    second = await places()
+    moved = [name for name in names if second[name] != first[name]]
+    assert {second[name] for name in moved} == {third.name}
+    assert len(names) // 9 < len(moved) < len(names) * 5 // 9
+
+    await bus.close()  # it says nothing more
+    await stage.seen(*(drafter.name for drafter in drafters[:2]))
+    assert await places() == first
 
 
 async def test_without_drafters_nothing_is_said_and_a_new_one_hears_all(parts: tuple[Stage, list[Drafter]]) -> None:

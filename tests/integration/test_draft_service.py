@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -431,4 +432,15 @@ def test_a_draft_model_of_other_tokens_is_refused(nats_url: str, target: Path, t
     status, complaint = Drafter(nats_url, target, "draft-12", other).ended()
     assert status == 1
     assert "has another vocabulary than tiny" in complaint
+    assert "Traceback" not in complaint
+
+
+def test_a_draft_model_that_ends_texts_with_other_tokens_is_refused(
+    nats_url: str, target: Path, tmp_path: Path
+) -> None:
+    other = tiny_model(tmp_path / "other")
+    (other / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1]}))
+    status, complaint = Drafter(nats_url, target, "draft-13", other).ended()
+    assert status == 1
+    assert "draft model other ends a text with tokens [0, 1" in complaint
     assert "Traceback" not in complaint

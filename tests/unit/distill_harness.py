@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 
 from services.draft.distill.corpus import Text
+from services.draft.distill.recipe import CorpusRecipe, TrainingRecipe
+from services.draft.distill.student import make_student
+from services.draft.distill.training import Trainer
 from tests.unit.engine_harness import EOS, tiny_model
 
 TEMPLATE = (
@@ -37,3 +40,26 @@ def written() -> list[Text]:
     tokens = np.arange(12, dtype=np.int32)
     made = np.arange(12) >= 3
     return [Text(0, tokens, made, np.zeros((9, 1), np.int32), np.zeros((9, 1), np.float16), ())]
+
+
+LENGTH, MADE, TOP = 24, 20, 4
+
+
+def texts_to_learn() -> list[Text]:
+    """Dozen texts of random tokens, of each of which the target gave half of its probability to what came."""
+    random = np.random.default_rng(5)
+    found = []
+    for number in range(12):
+        tokens = random.integers(0, 250, LENGTH, dtype=np.int32)
+        made = np.arange(LENGTH) >= LENGTH - MADE
+        ids = np.stack([tokens[made], *random.integers(0, 250, (TOP - 1, MADE), dtype=np.int32)], 1)
+        logprobs = np.log(np.tile([0.5, 0.2, 0.1, 0.1], (MADE, 1))).astype(np.float16)
+        found.append(Text(number, tokens, made, ids, logprobs, ()))
+    return found
+
+
+def trainer(target: Path, texts: list[Text], checkpoint: Path, device: str = "cpu") -> Trainer:
+    """For a handful of steps."""
+    corpus = CorpusRecipe("t", "f", "fp32", 3)
+    recipe = TrainingRecipe(corpus, MADE * len(texts), [0, 3], 2, batch_tokens=3 * LENGTH, warmup=2)
+    return Trainer(make_student(target, [0, 3], device), texts, [], recipe, checkpoint)

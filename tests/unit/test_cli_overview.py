@@ -144,6 +144,9 @@ def test_what_became_of_drafts_is_told_for_all_decode_workers_together() -> None
         "speculation: 75% of 40 drafted tokens accepted, k 2.5, proposals ready in 25% of steps "
         "(draft_model 75%, prompt_lookup 25%)"
     )
+    resting = line(first | {"drafters": "resting"}, second | {"drafters": "asked"}, {"speculation": "off"})
+    assert resting.endswith("; drafters rest for 1 of 2 decode workers")
+    assert "rest" not in line(first | {"drafters": "asked"})
     assert line(first | {"drafted": 0}) == ""
     assert line({"speculation": "off"}) == "speculation: off"
     assert line({}) == ""

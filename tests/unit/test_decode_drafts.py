@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from services.decode.drafting import REMEMBER_TOKENS, Drafted, Drafting
-from services.decode.sequence_drafts import SLICE_TOKENS, SequenceDrafts
+from services.decode.sequence_drafts import SequenceDrafts
 from shared.engine import Engine, Sequence, SequenceStep
 from shared.models import ModelFiles
 from shared.protocol.drafts import DRAFT_MODEL
 from shared.speculation import PROMPT_LOOKUP, SUFFIX_TREE, Guess, RecentOutputs, Tally
+from shared.speculation.prompt_lookup import SLICE_TOKENS
+from shared.speculation.suffix_index import SuffixIndex
 from shared.telemetry.metrics import DecodeMetrics
 from shared.worker.engine_host import EngineHost
 from tests.unit.engine_harness import load, sampled, tiny_model
@@ -46,10 +48,20 @@ def test_a_sequence_read_in_slices_is_the_sequence_read_at_once(token_ids: list[
     assert (sliced.length, sliced.guess(8)) == (whole.length, whole.guess(8))
 
 
-def test_others_get_a_turn_while_a_long_prompt_is_read() -> None:
-    pauses: list[None] = []
-    SequenceDrafts([], RecentOutputs(), "t").read([7] * (10 * SLICE_TOKENS), lambda: pauses.append(None))
-    assert len(pauses) == 10
+@pytest.mark.parametrize("reference", [0, 5])
+def test_others_get_a_turn_while_a_long_prompt_and_a_long_prediction_are_read(
+    reference: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    indexed, read = [0], SuffixIndex.extend
+
+    def extend(index: SuffixIndex, tokens: list[int]) -> None:
+        indexed[-1] += len(tokens)
+        read(index, tokens)
+
+    monkeypatch.setattr(SuffixIndex, "extend", extend)
+    drafts = SequenceDrafts([9] * (reference * SLICE_TOKENS), RecentOutputs(), "t")
+    drafts.read([7] * (10 * SLICE_TOKENS), lambda: indexed.append(0))
+    assert indexed == [SLICE_TOKENS] * (10 + reference) + [0]
 
 
 def test_a_prediction_is_copied_from_its_beginning_however_often_the_prompt_has_it() -> None:

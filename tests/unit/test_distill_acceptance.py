@@ -7,11 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from services.draft.distill.acceptance import DRAFTED, Acceptance, Accepted, Tally, of_draft, of_student
 from services.draft.distill.corpus import Text, WrittenTurn
+from services.draft.distill.errors import DistillError
 from services.draft.distill.result import write_model
 from services.draft.distill.student import make_student
 from shared.engine import Engine
@@ -76,6 +78,18 @@ def test_a_student_is_worth_the_same_in_training_and_in_the_engine(
     assert found == of_student(student, texts, 1000)
     assert 0 < found.greedy.share < 1
     assert found.sampled.positions == 120
+
+
+def test_a_draft_whose_numbers_overflow_is_told_and_not_measured_for_ever(
+    tmp_path: Path, target: Path, texts: list[Text]
+) -> None:
+    student = make_student(target, [0, 3])
+    for parameter in student.trained.values():
+        parameter.data = torch.full_like(parameter, float("nan"))
+    write_model(student, target, tmp_path, [], written())
+    engine = load(tmp_path)
+    with pytest.raises(DistillError, match="failed while it was measured"):
+        of_draft(engine, texts, 1000)
 
 
 def test_measuring_stops_at_its_limit_for_each_kind(target: Path, texts: list[Text]) -> None:

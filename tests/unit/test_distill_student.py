@@ -62,6 +62,7 @@ def test_a_written_student_serves_and_leaves_out_nothing(tmp_path: Path) -> None
     student = make_student(target, [0, 3])
     out = tmp_path / "out"
     out.mkdir()
+    (out / "distill.json").write_text("of a draft that was here before")
     write_model(student, target, out, [], written())
     assert {p.name for p in out.iterdir()} == {
         "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",

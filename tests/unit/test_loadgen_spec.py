@@ -13,16 +13,17 @@ import pytest
 import typer
 from prometheus_client import CollectorRegistry, generate_latest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from loadgen.chaos.observer import Entry
 from loadgen.chaos.reading import Shown
 from loadgen.spec_bench.client import Answered, Round
-from loadgen.spec_bench.command import chosen_concurrencies, chosen_workloads
+from loadgen.spec_bench.command import CONCURRENCIES, PAIRS, chosen_concurrencies, chosen_workloads, spec_command
 from loadgen.spec_bench.counters import parse, risen
 from loadgen.spec_bench.report import Cell, PeerCell, Proposed, Report, encode, proposers_of, show_cells, show_peers
-from loadgen.spec_bench.run import differences, figures
+from loadgen.spec_bench.run import WAVES, Plan, differences, figures
 from loadgen.spec_bench.statistics import Arrival, Interval, Pace, Timing, arrivals, interval, pace, timing
-from loadgen.spec_bench.workloads import WORKLOADS, Size, WorkloadName, repeated_share, script
+from loadgen.spec_bench.workloads import MOST_CHATS, WORKLOADS, Size, WorkloadName, repeated_share, script
 from shared.protocol.records import Accepted, Claimed, Ended, Record, Tokens, Usage
 from shared.telemetry.metrics import DecodeMetrics
 
@@ -68,12 +69,28 @@ def test_a_seed_repeats_a_workload_and_another_seed_does_not(workload: WorkloadN
 
 @pytest.mark.parametrize("workload", WORKLOADS)
 def test_no_question_of_a_whole_run_comes_twice(workload: WorkloadName) -> None:
-    scripts = [script(workload, SIZE, 1, n) for n in range(140)]  # 10 pairs at 1, 4 and 8 in flight
+    scripts = [script(workload, SIZE, 1, n) for n in range(MOST_CHATS)]
     assert len({one.opening for one in scripts}) == len(scripts)
 
 
+@pytest.mark.parametrize("workload", ["chat", "chat-sampled"])
+def test_no_chat_is_asked_again_when_all_were(workload: WorkloadName) -> None:
+    with pytest.raises(IndexError, match=str(MOST_CHATS)):
+        script(workload, SIZE, 1, MOST_CHATS)
+
+
+def test_a_usual_run_has_scripts_enough_and_one_that_has_not_is_refused() -> None:
+    usual = Plan(PAIRS, WORKLOADS, CONCURRENCIES, SIZE, 1)
+    assert usual.scripts == (1 + 9) * (1 + 4 * WAVES + 8 * WAVES) <= MOST_CHATS
+    app = typer.Typer()
+    app.command()(spec_command)
+    refused = CliRunner().invoke(app, ["--pairs", "40"])
+    assert refused.exit_code == 2
+    assert "fewer pairs" in refused.output
+
+
 def test_greedy_and_sampled_chats_of_a_run_share_no_question() -> None:
-    asked = [{script(name, SIZE, 1, n).opening for n in range(140)} for name in ("chat", "chat-sampled")]
+    asked = [{script(name, SIZE, 1, n).opening for n in range(MOST_CHATS)} for name in ("chat", "chat-sampled")]
     assert not asked[0] & asked[1]
 
 

@@ -14,6 +14,7 @@ import msgspec
 import torch
 
 from services.draft.distill.corpus import Text, WrittenTurn
+from services.draft.distill.errors import DistillError
 from services.draft.distill.student import Student
 from shared.engine import Engine
 from shared.engine.sampler import choose_token
@@ -118,7 +119,7 @@ def of_student(student: Student, texts: Iterable[Text], limit: int) -> Accepted:
 
 
 def of_draft(engine: Engine, texts: Iterable[Text], limit: int) -> Accepted:
-    """At the end: by the engine that serves drafts, with the finished draft loaded.
+    """At the end: by the engine that serves drafts, with the finished draft loaded. Raises DistillError.
 
     The target's tokens are put to the draft for verification: those it confirms it would have proposed.
     """
@@ -129,7 +130,7 @@ def of_draft(engine: Engine, texts: Iterable[Text], limit: int) -> Accepted:
 
 
 def _confirmed(engine: Engine, tokens: list[int], turn: WrittenTurn) -> list[bool]:
-    """For each token of the turn whether the engine's model chooses it."""
+    """For each token of the turn whether the engine's model chooses it. Raises DistillError."""
     name = "held-out"
     # One token of room behind the turn: its last is verified like the others.
     params = msgspec.structs.replace(_params(turn), max_tokens=turn.end - turn.first + 1, ignore_eos=True)
@@ -139,7 +140,10 @@ def _confirmed(engine: Engine, tokens: list[int], turn: WrittenTurn) -> list[boo
         engine.start(sequence)
         while (position := turn.first + len(guesses)) < turn.end:
             engine.propose(name, position, tokens[position : turn.end])
-            for step in engine.step():
+            steps = engine.step()
+            if failures := engine.take_failures():
+                raise DistillError(f"the draft failed while it was measured: {failures[0][1]}")
+            for step in steps:
                 chosen = step.new_ids[: turn.end - position]
                 guesses += [
                     token == tokens[position + place] for place, token in enumerate(chosen)

@@ -110,7 +110,7 @@ class _Run:
         self._corpus_recipe = CorpusRecipe(
             self._target.name,
             self._target.fingerprint,
-            self._writing_dtype,
+            self._quick_dtype,
             request.seed,
             prompts_sha256=digest,
             max_length=max_length,
@@ -187,19 +187,19 @@ class _Run:
         return corpus.read(found), corpus.cpu_seconds
 
     def _measure(self, held_out: list[Text]) -> Accepted:
-        """Of the draft as it was written, by the engine."""
+        """Of the draft as it was written, by the engine, with the numbers that a drafter computes in by default."""
         files = resolve_model(str(self._request.out))
-        engine = self._engine(files, self._serving_dtype, 1, _DRAFT_KV_BYTES)
+        engine = self._engine(files, self._quick_dtype, 1, _DRAFT_KV_BYTES)
         return of_draft(engine, held_out, _REPORTED_POSITIONS)
 
     @property
     def _serving_dtype(self) -> Dtype:
-        """As workers have it by default: the student is measured against what they generate."""
+        """As the target's workers have it by default: the student is measured against what they generate."""
         return "bf16" if self._device == "cuda" else "fp16-packed"
 
     @property
-    def _writing_dtype(self) -> Dtype:
-        """On CPU text to learn from is written with 8-bit products where there are any, at twice the speed: what they
+    def _quick_dtype(self) -> Dtype:
+        """Of text to learn from and of drafts. On CPU 8-bit products where there are any, at twice the speed: what they
         change of the target's distribution is small beside what a small student gets wrong."""
         eight = self._device == "cpu" and "fbgemm" in torch.backends.quantized.supported_engines
         return "int8" if eight else self._serving_dtype

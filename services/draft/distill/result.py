@@ -54,7 +54,8 @@ def write_model(
     student: Student, target: Path, directory: Path, head_tokens: Sequence[int], texts: Sequence[Text]
 ) -> None:
     """config.json, the target's tokenizer files, weights in fp16, which tokens the head knows (none given: all), and
-    which tokens usually follow which in `texts`."""
+    which tokens usually follow which in `texts`. A report of a draft that was there before goes first."""
+    (directory / REPORT).unlink(missing_ok=True)
     counted = count_followers((text.tokens, text.made) for text in texts)
     write_whole(directory / FOLLOWERS, save_arrays(counted))
     (directory / HEAD_TOKENS).unlink(missing_ok=True)

@@ -94,6 +94,8 @@ class Trainer:
             list(student.trained.values()), lr=0.0, betas=(0.9, 0.95), weight_decay=recipe.weight_decay, fused=True
         )
         self.state = _State(recipe.digest, 0, 0.0, 0.0)
+        self._in_step = False
+        """Weights may be those of the step behind the one that `state` names."""
         self._restore()
 
     @property
@@ -113,6 +115,7 @@ class Trainer:
                 self.state = msgspec.structs.replace(
                     self.state, step=step, loss=smoothed, cpu_seconds=before_s + time.process_time()
                 )
+                self._in_step = False
                 if step == self.steps or step * _LOOKS // self.steps > (step - 1) * _LOOKS // self.steps:
                     accepted = of_student(self._student, self._held_out, _LOOK_POSITIONS)
                     self.state = msgspec.structs.replace(self.state, accepted=accepted)
@@ -121,7 +124,8 @@ class Trainer:
                     self._save()
                     saved_s = time.monotonic()
         finally:
-            self._save()
+            if not self._in_step:  # else the step would be made twice; the last checkpoint is whole
+                self._save()
 
     def _step(self, number: int) -> float:
         student, recipe = self._student, self._recipe
@@ -147,6 +151,7 @@ class Trainer:
         self._optimiser.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(student.trained.values(), recipe.clip)
+        self._in_step = True
         self._optimiser.step()
         return float(divergence)
 
@@ -174,8 +179,8 @@ class Trainer:
                     if kind == "weight":
                         parameter.data.copy_(saved.get_tensor(name))
                     else:
-                        value = saved.get_tensor(name)
-                        self._optimiser.state[parameter][kind] = value if kind == "step" else value.to(parameter.device)
+                        # The fused optimiser counts its steps where it computes them.
+                        self._optimiser.state[parameter][kind] = saved.get_tensor(name).to(parameter.device)
         except (SafetensorError, KeyError, msgspec.MsgspecError) as error:
             raise DistillError(f"{self._checkpoint} is damaged ({error}); delete it to train from the start") from error
         self.state = state
