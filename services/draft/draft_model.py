@@ -46,6 +46,9 @@ ALTERNATIVE_TOKENS = 3
 FOLLOWED = 64
 """Tokens that may come next for which the table of followers is asked, the likeliest."""
 
+FOLLOWED_BEHIND = 2
+"""Tokens that the table adds at the end of what is guessed behind the first token of an alternative, at most."""
+
 LEAST_ALTERNATIVE = 0.03
 """A token less likely than this is no alternative."""
 
@@ -266,6 +269,7 @@ class Drafter:
             for fork in drafting.forks
             if len(fork.token_ids) > at + 1
         ]
+        found = self._lengthened(drafting, found)
         if with_table:
             forked = {guess.token_ids[0] for guess in found}
             found += [guess for guess in self._followed(drafting) if guess.token_ids[0] not in forked]
@@ -383,14 +387,31 @@ class Drafter:
         if drafting.followed is None:
             before = drafting.tokens[drafting.confirmed - 1]
             following, chances = self._followers.guess(before, np.array(ranking.token_ids[1:], np.int64))
-            drafting.followed = [
-                Alternative([token, follower], [chance, sure], from_table=True)
+            guessed = [
+                Alternative([token, follower], [chance, sure], from_table=1)
                 for token, chance, follower, sure in zip(
                     ranking.token_ids[1:], ranking.chances[1:], following.tolist(), chances.tolist(), strict=True
                 )
                 if follower >= 0
             ]
+            drafting.followed = self._lengthened(drafting, guessed)
         return drafting.followed
+
+    def _lengthened(self, drafting: _Drafting, guesses: list[Alternative]) -> list[Alternative]:
+        """With what the table says behind them, as long as all of it may well come true once the first token has."""
+        if self._followers is None:
+            return guesses
+        before = drafting.tokens[drafting.confirmed - 1]
+        for _ in range(FOLLOWED_BEHIND if guesses else 0):
+            ends = np.array([(before, *guess.token_ids)[-2:] for guess in guesses], np.int64)
+            following, chances = self._followers.guess(ends[:, 0], ends[:, 1])
+            guesses = [
+                Alternative([*guess.token_ids, follower], [*guess.confidence, sure], guess.from_table + 1)
+                if follower >= 0 and math.prod(guess.confidence[1:]) * sure >= LEAST_CHANCE
+                else guess
+                for guess, follower, sure in zip(guesses, following.tolist(), chances.tolist(), strict=True)
+            ]
+        return guesses
 
     @staticmethod
     def _rest_where_unlikely(engine: Engine, drafting: _Drafting) -> None:

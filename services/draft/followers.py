@@ -58,8 +58,11 @@ class Followers:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def guess(self, before: int, token_ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """(what most likely follows `before` and each of `token_ids` [n]; how likely), [n] each; -1 and 0: no idea."""
+    def guess(
+        self, before: int | NDArray[np.int64], token_ids: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """(what most likely follows `before`, one or [n], and each of `token_ids` [n]; how likely), [n] each; -1 and 0:
+        no idea."""
         if not len(self):
             return np.full(len(token_ids), -1), np.zeros(len(token_ids))
         pairs, alone = self._find(_pair(before, token_ids)), self._find(_alone(token_ids))

@@ -52,12 +52,13 @@ class Wish:
 class Alternative(NamedTuple):
     """A guess from another first token on, and how likely each of its tokens is behind those before it.
 
-    Behind the first it is the draft model's, or what a table says (`from_table`).
+    The first is one that the draft model thinks possible; what follows is its guess, or what a table says: the last
+    `from_table` of them.
     """
 
     token_ids: list[int]
     confidence: list[float]
-    from_table: bool = False
+    from_table: int = 0
 
 
 class GapError(Exception):
@@ -126,8 +127,8 @@ class KnownSequence:
         agreed = _common(told, new_ids)
         wrong = agreed < min(len(told), len(new_ids))
         self._told_record.add(agreed, wrong, len(new_ids))
-        if came is not None and not came.from_table:
-            self._record.add(agreed - 1, wrong, 0)
+        if came is not None and (of_model := len(came.token_ids) - came.from_table) > 1:
+            self._record.add(min(agreed, of_model) - 1, wrong and agreed < of_model, 0)
         self._drafted = _rest(told, new_ids)
         if new_ids:
             self._alternatives = ()

@@ -156,16 +156,28 @@ def test_of_lookups_the_one_that_decode_forgot_for_another_is_told_again() -> No
     assert told(news(sequence)) == (22, [7, 8, 9], "first")
 
 
-def test_what_the_table_got_wrong_does_not_count_against_the_model() -> None:
-    rates = []
-    for from_table in (False, True):
-        sequence = known(STRANGE)
-        asked(sequence)
-        drafted(sequence, 0, [1, 2])
-        sequence.drafted_otherwise(0, [Alternative([5, 6], [0.2, 0.3], from_table)])
-        grow(sequence, [5, 7])
-        rates.append(sequence._record.rate)
-    assert rates[0] < rates[1]
+@pytest.mark.parametrize(
+    ("guessed", "came", "right", "tried"),
+    [
+        (Alternative([5, 6], [0.2, 0.3]), [5, 7], 0, 1),
+        (Alternative([5, 6], [0.2, 0.3], 1), [5, 7], 0, 0),
+        (Alternative([5, 6, 8], [0.2, 0.3, 0.4], 1), [5, 6, 7], 1, 1),
+        (Alternative([5, 6, 8], [0.2, 0.3, 0.4], 1), [5, 6, 8], 1, 1),
+        (Alternative([5, 6, 8], [0.2, 0.3, 0.4], 1), [5, 7, 8], 0, 1),
+        (Alternative([5, 6, 8], [0.2, 0.3, 0.4]), [5, 6, 7], 1, 2),
+    ],
+)
+def test_what_the_table_got_wrong_or_right_does_not_count_for_the_model(
+    guessed: Alternative, came: list[int], right: int, tried: int
+) -> None:
+    sequence, plain = known(STRANGE), known(STRANGE)
+    for one, alternatives in ((sequence, [guessed]), (plain, [])):
+        asked(one)
+        drafted(one, 0, [1, 2])
+        one.drafted_otherwise(0, alternatives)
+        grow(one, came)
+    assert sequence._record._right - plain._record._right == right
+    assert sequence._record._tried - plain._record._tried == tried
 
 
 def test_what_follows_a_refuted_guess_is_not_told() -> None:

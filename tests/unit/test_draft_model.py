@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 from services.draft import draft_model
 from services.draft.draft_model import (
     ALTERNATIVE_TOKENS,
+    FOLLOWED_BEHIND,
     LEAST_ALTERNATIVE,
     LEAST_CHANCE,
     Drafter,
@@ -393,10 +394,44 @@ def test_what_the_table_says_of_tokens_that_were_not_gone_on_from_is_told_too(ta
     firsts = [guess.token_ids[0] for guess in found]
     assert len(set(firsts)) == len(firsts)
     assert answer(target, PROMPT, greedy(LENGTH))[0] not in firsts
-    of_table = [guess for guess in found if guess.from_table]
+    of_table = [guess for guess in found if guess.from_table == len(guess.token_ids) - 1]
     assert len(of_table) > 10
-    assert all(guess.token_ids == [first, (first + 1) % size] for guess in of_table for first in guess.token_ids[:1])
-    assert all(guess.confidence[1] == 0.5 for guess in of_table)
+    for guess in of_table:
+        assert guess.token_ids == [(guess.token_ids[0] + n) % size for n in range(2 + FOLLOWED_BEHIND)]
+        assert guess.confidence[1:] == [0.5] * (1 + FOLLOWED_BEHIND)
+
+
+@pytest.mark.parametrize("percent", [4, 90])
+def test_the_table_goes_on_behind_what_the_model_guessed_while_that_is_likely(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, percent: int
+) -> None:
+    least = 1e-6
+    monkeypatch.setattr(draft_model, "LEAST_CHANCE", least)
+    size = engine.vocab_size
+    every = np.arange(size)
+
+    def forked(table: Followers) -> list[Alternative]:
+        """Those that the draft model went on from."""
+        drafter = Drafter(4, alternatives=2, followers=table)
+        drafter.take(engine, [wish(list(PROMPT), len(PROMPT), 5, greedy(LENGTH))])
+        found = [item.alternatives for item in told(drafter, engine) if item.alternatives][-1]
+        drafter.forget(engine, "a")
+        return [guess for guess in found if len(guess.token_ids) - guess.from_table > 1]
+
+    alone = forked(Followers({"keys": every[:0], "next": every[:0], "percent": every[:0]}))
+    assert len(alone) == 2
+    assert all(guess.from_table == 0 for guess in alone)
+    longer = forked(Followers({"keys": every, "next": (every + 1) % size, "percent": np.full(size, percent)}))
+    assert [guess.token_ids[: len(own.token_ids)] for guess, own in zip(longer, alone, strict=True)] == [
+        own.token_ids for own in alone
+    ]
+    for guess, own in zip(longer, alone, strict=True):
+        likely, added = math.prod(own.confidence[1:]), 0
+        while added < FOLLOWED_BEHIND and likely * percent / 100 >= least:
+            likely, added = likely * percent / 100, added + 1
+        assert guess.from_table == added
+        assert guess.token_ids[len(own.token_ids) :] == [(own.token_ids[-1] + 1 + n) % size for n in range(added)]
+    assert percent < 90 or any(guess.from_table for guess in longer)
 
 
 def test_a_sequence_whose_guess_fails_is_left_out_and_the_others_go_on(
