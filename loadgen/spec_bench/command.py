@@ -35,7 +35,7 @@ PAIRS: Final = 9
 QUICK_PAIRS: Final = 2
 QUICK_SIZE: Final = Size(chat_tokens=24, edit_tokens=32, agent_tokens=24, turns=2, sentences=3)
 MAX_CONCURRENCY: Final = 64
-_WIDTH: Final = 180
+_WIDTH: Final = 210
 """Columns of the table where the output is no terminal."""
 
 
@@ -58,7 +58,7 @@ def spec_command(
     ] = None,
     quick: Annotated[bool, typer.Option(help="Short answers, few pairs: does it run?")] = False,
     peers: Annotated[bool, typer.Option(help="Transformers' assisted generation too, when the stack is down")] = False,
-    peer_prompts: Annotated[int | None, typer.Option(min=1, help="Of each workload")] = None,
+    peer_prompts: Annotated[int | None, typer.Option(min=1, max=MOST_CHATS, help="Of each workload")] = None,
     seed: Annotated[int | None, typer.Option(help="Repeats prompts and sampling; drawn when not given")] = None,
     model: Annotated[str, typer.Option(help="A name that HEADRACE_MODEL takes")] = "smollm2-135m-instruct",
     draft: Annotated[str, typer.Option(help="Draft model of stack and peers; the model's own when empty")] = "",

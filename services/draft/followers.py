@@ -1,7 +1,7 @@
 """Which token most often stood behind two others, or behind one, in text that the target wrote: a guess for no cost.
 
-The draft model goes on from a few tokens that may come; for all others that are at all likely there is this table. It
-is counted when a draft is distilled.
+The draft model goes on from a few tokens that may come; for all others that are at all likely there is this table, and
+behind what the model guessed as well. It is counted when a draft is distilled.
 """
 
 from __future__ import annotations

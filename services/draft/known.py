@@ -127,9 +127,10 @@ class KnownSequence:
         agreed = _common(told, new_ids)
         wrong = agreed < min(len(told), len(new_ids))
         self._told_record.add(agreed, wrong, len(new_ids))
-        if came is not None and (of_model := len(came.token_ids) - came.from_table) > 1:
+        of_model = len(told) - (came.from_table if came is not None else 0)
+        if came is not None and of_model > 1:
             self._record.add(min(agreed, of_model) - 1, wrong and agreed < of_model, 0)
-        self._drafted = _rest(told, new_ids)
+        self._drafted = _rest(told[:of_model], new_ids)
         if new_ids:
             self._alternatives = ()
             compared = min(len(self._looked_up), len(new_ids))

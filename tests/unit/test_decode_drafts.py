@@ -19,7 +19,7 @@ from services.decode.sequence_drafts import SequenceDrafts
 from shared.engine import Engine, Sequence, SequenceStep
 from shared.models import ModelFiles
 from shared.protocol.drafts import DRAFT_MODEL
-from shared.speculation import PROMPT_LOOKUP, SUFFIX_TREE, Guess, RecentOutputs, Tally
+from shared.speculation import PROMPT_LOOKUP, SUFFIX_TREE, Guess, RecentOutputs, Tally, prompt_lookup
 from shared.speculation.prompt_lookup import SLICE_TOKENS
 from shared.speculation.suffix_index import SuffixIndex
 from shared.telemetry.metrics import DecodeMetrics
@@ -35,17 +35,22 @@ def read(token_ids: list[int], reference: list[int] | None = None, outputs: Rece
     return drafts
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=3 * SLICE_TOKENS), st.booleans())
-@settings(max_examples=30, deadline=None)
-def test_a_sequence_read_in_slices_is_the_sequence_read_at_once(token_ids: list[int], remembered: bool) -> None:
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=90), st.lists(st.integers(0, 5), max_size=60), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_a_sequence_read_in_slices_is_the_sequence_read_at_once(
+    token_ids: list[int], reference: list[int], remembered: bool
+) -> None:
     outputs = RecentOutputs()
     if remembered:
         outputs.add("t", token_ids[::-1])
-    whole = SequenceDrafts([], outputs, "t")
-    whole.read([], lambda: None)
-    whole.extend(token_ids)
-    sliced = read(token_ids, outputs=outputs)
+    whole = read(token_ids, reference, outputs)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(prompt_lookup, "SLICE_TOKENS", 7)
+        sliced = read(token_ids, reference, outputs)
     assert (sliced.length, sliced.guess(8)) == (whole.length, whole.guess(8))
+    for drafts in (whole, sliced):
+        drafts.extend([1, 2, 3])
+    assert sliced.guess(8) == whole.guess(8)
 
 
 @pytest.mark.parametrize("reference", [0, 5])

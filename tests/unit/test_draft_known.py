@@ -180,6 +180,22 @@ def test_what_the_table_got_wrong_or_right_does_not_count_for_the_model(
     assert sequence._record._tried - plain._record._tried == tried
 
 
+def test_a_token_of_the_table_that_was_wrong_refutes_nothing_of_the_model() -> None:
+    sequence = known(STRANGE)
+    asked(sequence)
+    drafted(sequence, 0, [1, 2])
+    sequence.drafted_otherwise(0, [Alternative([5, 6, 8], [0.2, 0.3, 0.4], from_table=1)])
+    grow(sequence, [5])
+    first = sequence.wish()
+    assert first is not None
+    rate = sequence._record.rate
+    grow(sequence, [6, 7])  # the model, which goes on from the alternative, has not heard of the first yet
+    assert sequence._record.rate > rate
+    sequence.granted(first)
+    assert drafted(sequence, 1, [6, 7, 9, 11]) == 2
+    assert told(news(sequence)) == (len(STRANGE) + 3, [9, 11], DRAFT_MODEL)
+
+
 def test_what_follows_a_refuted_guess_is_not_told() -> None:
     sequence = known(STRANGE)
     asked(sequence)

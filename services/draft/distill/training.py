@@ -151,9 +151,10 @@ class Trainer:
         self._optimiser.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(student.trained.values(), recipe.clip)
+        found = float(divergence)  # on a GPU all of the step's work before this is waited for here
         self._in_step = True
         self._optimiser.step()
-        return float(divergence)
+        return found
 
     # Checkpoints
 
